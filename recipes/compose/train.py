@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -236,13 +236,9 @@ class Composition:
     ) -> float:
         """Train the weights of a reader that are not frozen; `fields` replace those of the settings."""
 
-        @lru_cache(maxsize=1)  # fresh adapters are calibrated by the first batch before it trains them
-        def batch_of(step: int) -> list[Texts]:
-            return next(batches)
-
         class ReaderTrainer(training.AdapterTrainer):
             def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-                return reader.loss(world.batch(batch_of(inputs["step"])))
+                return reader.loss(world.batch(inputs["texts"]))
 
         optim, steps = self.config.optim, fields["max_steps"]
         # The next adapter begins as if nothing had been trained before it.
@@ -256,7 +252,7 @@ class Composition:
                     warmup_steps=min(optim.warmup_steps, steps // 2),
                     **fields,
                 ),
-                data_collator=lambda steps: {"step": steps[0]},
+                data_collator=lambda _: {"texts": next(batches)},
                 train_dataset=range(steps),
                 gate_learning_rate=gate_learning_rate,
             )

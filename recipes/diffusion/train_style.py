@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from random import Random
 from typing import Any
 
@@ -132,19 +131,15 @@ def train(
 
     batches = make_batches(config, data, host, generator)
 
-    @lru_cache(maxsize=1)  # fresh adapters are calibrated by the first batch before it trains them
-    def batch_of(step: int) -> list[Row]:
-        return next(batches)
-
     class DenoisingTrainer(training.AdapterTrainer):
         def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
-            return loss(batch_of(inputs["step"]))
+            return loss(inputs["rows"])
 
     module.requires_grad_(True)
     trainer = DenoisingTrainer(
         module,
         optim.arguments(config, per_device_train_batch_size=1),
-        data_collator=lambda steps: {"step": steps[0]},
+        data_collator=lambda _: {"rows": next(batches)},
         train_dataset=range(optim.max_steps),
     )
     return run.train(trainer, name, config.progress)

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from mmattn.encoders import LogMelEncoder
 
@@ -31,7 +29,7 @@ class Utterance:
 
 @dataclass(frozen=True)
 class Clips:
-    """Log-mel energies (b, bands, frames) in noise; the word (b, t) at each time; the sensor."""
+    """Log-mel energies (b, bands, frames) in noise, or states of Whisper; the word (b, t) at each time; the sensor."""
 
     energies: Tensor
     spoken: Tensor
@@ -47,7 +45,7 @@ class Speech:
         chatter: Spoken,
         voices: VoiceSettings,
         noise: NoiseSettings,
-        ear: LogMelEncoder,
+        ear: Callable[[list[Tensor]], Tensor],
         sensor: LogMelEncoder,
         device: torch.device | str = "cpu",
     ) -> None:
@@ -100,7 +98,7 @@ class Speech:
             self.mix(one, level, np.random.default_rng(seed))
             for one, level, seed in zip(utterances, snr, seeds, strict=True)
         ]
-        energies = log_energies(self.ear, [torch.from_numpy(mixed) for mixed, _, _ in clips])
+        energies = self.ear([torch.from_numpy(mixed) for mixed, _, _ in clips])
         sensed, spoken = self.sense(utterances, [(alone, places) for _, alone, places in clips])
         return Clips(energies.to(self.device), spoken, sensed)
 
@@ -126,20 +124,6 @@ class Speech:
             ids[row, : 1 + len(one.words)] = torch.tensor([START, *one.words])
             labels[row, : 1 + len(one.words)] = torch.tensor([*one.words, END])
         return ids.to(self.device), labels.to(self.device)
-
-
-class DrawnRows(Dataset[tuple[Any, int]]):
-    """Rows drawn on access by `draw(random, share of the training)`, each with a seed; a name has the same rows."""
-
-    def __init__(self, draw: Callable[[Random, float], Any], count: int, name: str) -> None:
-        self.draw, self.count, self.name = draw, count, name
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, number: int) -> tuple[Any, int]:
-        random = Random(f"{self.name} {number}")
-        return self.draw(random, number / self.count), random.getrandbits(63)
 
 
 def log_energies(encoder: LogMelEncoder, sounds: list[Tensor]) -> Tensor:

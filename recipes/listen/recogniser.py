@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import mmattn
 
 from .data import END, START, VOCABULARY
+from .learning import make_adapter
 from .settings import RecogniserSettings, SensorEncoderSettings
 
 
@@ -60,7 +61,7 @@ class Recogniser(nn.Module):
         self.ear, self.weight = AudioEncoder(settings, frames), settings.places
         self.dim = 2 * width + 2  # of the memory of a sensor
         lm = LlamaForCausalLM(config)
-        self.model = mmattn.attach(lm, mmattn.GatedAdapter(width, **settings.adapter.model_dump()), "audio")
+        self.model = mmattn.attach(lm, make_adapter(settings.adapter, width), "audio")
         # The language model is trained, too.
         lm.requires_grad_(True)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from typing import Literal
+
+from pydantic import Field, model_validator
 
 from mmattn import training
 
@@ -20,6 +22,10 @@ class AdapterSettings(training.Settings):
     head_dim: int = Field(24, ge=1)
     feed_forward: float = Field(1.0, ge=0)
     null_slot: bool = True
+    memory_norm: bool = True  # False keeps the size of values
+
+
+# Speech --------------------------------------------------------------------------------------------------------------
 
 
 class VoiceSettings(training.Settings):
@@ -57,6 +63,12 @@ class RecogniserSettings(OptimSettings):
     per_device_train_batch_size: int = Field(16, ge=1)
 
 
+class WhisperSettings(training.Settings):
+    name: str = "whisper-base"
+    window: int = Field(3, ge=1, le=30)  # seconds of its encoder, at least those of a clip
+    clips: int = Field(1600, ge=2)  # training clips, encoded once
+
+
 class SensorEncoderSettings(OptimSettings):
     width: int = Field(96, ge=8)
     convolutions: int = Field(4, ge=1)
@@ -77,10 +89,47 @@ class SensorSettings(training.Settings):
     )
 
 
+# Series --------------------------------------------------------------------------------------------------------------
+
+
+class SeriesSettings(training.Settings):
+    samples: int = Field(16_000, ge=1000)
+    noise: float = Field(0.5, ge=0)  # deviation, beside a wave of amplitude 1
+    patch: int = Field(64, ge=2)  # samples of a token
+    position_features: int = Field(32, ge=2)
+    train: int = Field(2500, ge=1)
+    held_out: int = Field(500, ge=1)
+
+
+class LanguageModelSettings(OptimSettings):
+    width: int = Field(128, ge=8)
+    layers: int = Field(4, ge=1)
+    heads: int = Field(4, ge=1)
+    max_steps: int = Field(150, ge=1)
+
+
+class DescribingSettings(training.Settings):
+    adapter: AdapterSettings = AdapterSettings(num_heads=8, head_dim=16, null_slot=False, memory_norm=False)
+    optim: OptimSettings = OptimSettings(
+        max_steps=1200, per_device_train_batch_size=16, learning_rate=3e-3, gate_learning_rate=3e-2
+    )
+
+
 class Config(training.RunSettings):
     out: str = "runs/listen"
+    part: Literal["speech", "series"] = "speech"
     controls: bool = True  # LoRA of equal size, without a memory
     voices: VoiceSettings = VoiceSettings()
     noise: NoiseSettings = NoiseSettings()
     recogniser: RecogniserSettings = RecogniserSettings()
+    whisper: WhisperSettings | None = None  # use Whisper as the recogniser instead of training one
     sensor: SensorSettings = SensorSettings()
+    series: SeriesSettings = SeriesSettings()
+    lm: LanguageModelSettings = LanguageModelSettings()
+    describing: DescribingSettings = DescribingSettings()
+
+    @model_validator(mode="after")
+    def _fits_whisper(self) -> Config:
+        if self.whisper and (self.voices.sampling_rate != 16_000 or self.noise.seconds > self.whisper.window):
+            raise ValueError("whisper needs voices.sampling_rate=16000, and noise.seconds up to whisper.window")
+        return self

@@ -1,226 +1,55 @@
-"""Can a frozen speech recogniser use a sensor that it was never trained with? Spoken numbers in noise.
+"""Adapters that add a sensor to a speech recogniser, and that describe series: `mmattn train config.yaml`.
 
-    mmattn train config.yaml
-
-A recogniser is trained on voices and noise, and frozen. An adapter then reads a sensor of the voice without the noise.
-All rows of the table transcribe the same utterances of voices that were never trained on.
+`part: speech` is a recogniser of spoken numbers with a sensor, `part: series` a language model that describes series of
+16,000 samples.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from random import Random
 from typing import Any
 
-import numpy as np
-import torch
-import torch.nn.functional as F
-from safetensors.torch import save_file
-from torch import Tensor
-
-import mmattn
 from mmattn import training
-from mmattn.encoders import LogMelEncoder
 from mmattn.errors import import_extra
 
-from .data import Clips, DrawnRows, Speech, Utterance, log_energies
-from .measure import CLEAN, Measure
-from .recogniser import Recogniser, SensorEncoder, sensor_logits, text_loss
-from .settings import Config, OptimSettings
-from .voices import HELD_OUT, WORDS, speak
+from .series import ATTRIBUTES
+from .settings import Config
+from .train_series import Describing
+from .train_speech import Listening
+from .voices import HELD_OUT
 
-COLUMNS = {
-    "noisy": ("word error rate at 0 dB", 100, ".1f", " %"),
-    "clean": ("at 30 dB", 100, ".1f", " %"),
+TRAINED = {
     "parameters": ("trained parameters", 1, ",.0f", ""),
     "seconds": ("seconds of training", 1, ".0f", ""),
 }
-Row = tuple[Utterance, float]  # an utterance and its signal-to-noise ratio in dB
-Loss = Callable[[Sequence[Row], Sequence[int]], Tensor]  # the mean loss of rows, with a seed for each
+COLUMNS = {
+    "speech": {
+        "noisy": ("word error rate at 0 dB", 100, ".1f", " %"),
+        "clean": ("at 30 dB", 100, ".1f", " %"),
+        **TRAINED,
+    },
+    "series": {**{name: (name, 100, ".1f", " %") for name in (*ATTRIBUTES, "all")}, **TRAINED},
+}
 
 
 def main(settings: dict[str, Any]) -> Path:
-    """Run with these settings (see settings.py) and return the run's folder."""
+    """Run one part with these settings (see settings.py) and return the run's folder."""
     config = Config(**settings)
-    for module, extra in (("matplotlib", "viz"), ("torchmetrics", "metrics")):
-        import_extra(module, extra)  # fail now rather than after the last step
+    import_extra("matplotlib", "viz")  # fail now rather than after the last step
     run = training.RunFolder(config.out)
-    if run.begin(config.model_dump(mode="json")):
-        run.finish({"seed": config.seed, **Listening(config, run).table()}, table)
+    if not run.begin(config.model_dump(mode="json")):
+        return run.path
+    part = (Listening if config.part == "speech" else Describing)(config, run)
+    content = {"part": config.part, "seed": config.seed, **part.table()}
+    run.finish(content, table)
     return run.path
-
-
-class Listening:
-    """One run: the voices, the recogniser, the adapter and its controls."""
-
-    def __init__(self, config: Config, run: training.RunFolder) -> None:
-        self.config, self.run = config, run
-        settings, device = config.recogniser, config.recogniser.arguments(config).device
-        spoken = speak(config.voices, config.progress)
-        rate, step = config.voices.sampling_rate, 2 * settings.hop
-        options: dict[str, Any] = {"frames_per_token": 1, "sampling_rate": rate}
-        sensor = LogMelEncoder(config.sensor.bands, window=step, hop=step, **options)
-        ear = LogMelEncoder(settings.bands, window=settings.window, hop=settings.hop, **options)
-        frames = log_energies(ear, [torch.zeros(round(config.noise.seconds * rate))]).shape[2]
-        torch.manual_seed(config.seed)
-        self.recogniser = Recogniser(settings, frames).to(device)
-        self.encoder = SensorEncoder(config.sensor.encoder, config.sensor.bands).to(device)
-        self.speech, held_out = (
-            Speech(spoken[name], spoken["chatter"], config.voices, config.noise, ear, sensor, device)
-            for name in ("train", "held_out")
-        )
-        self.measure = Measure(held_out, config)
-
-    def table(self) -> dict[str, Any]:
-        """Train all models; return every row of the table."""
-        config, recogniser, sensor = self.config, self.recogniser, self.config.sensor
-        first = self.train(recogniser, self.first_loss, self.louder, config.recogniser, "recogniser")
-        recogniser.save(self.run.path / "recogniser")
-        recogniser.requires_grad_(False).eval()
-        self.train(self.encoder, self.encoder_loss, self.in_noise, sensor.encoder, "encoder of the sensor")
-        self.encoder.requires_grad_(False).eval()
-        save_file(self.encoder.state_dict(), self.run.path / "sensor.safetensors")
-        self.least = self.calibrate()
-        rows = [{**self.row("audio only"), "parameters": size(recogniser), "seconds": first}]
-        torch.manual_seed(config.seed)
-        adapter = mmattn.GatedAdapter(recogniser.dim, **sensor.adapter.model_dump())
-        model = recogniser.model = mmattn.attach(recogniser.model, adapter, "sensor")
-        parameters = size(model.adapter("sensor"))
-        seconds = self.train(model, self.sensor_loss, self.in_noise, sensor.optim, "adapter")
-        model.save_adapter(self.run.path / "adapter", "sensor")
-        rows.append({**self.row("audio and sensor", sensor=True), "parameters": parameters, "seconds": seconds})
-        rows.append(self.row("audio and another utterance's sensor", sensor=True, shift=1))
-        rows.append(self.row("audio, the adapter without a sensor"))
-        rows.append(self.row("sensor alone, read off its encoder", alone=True))
-        model.delete_adapter("sensor")
-        if config.controls:
-            torch.manual_seed(config.seed)
-            lora = training.matched_lora(model.host.get_decoder(), parameters)
-            seconds = self.train(lora, self.plain_loss, self.in_noise, sensor.optim, "LoRA")
-            count = size(lora, trained=True)
-            rows.append({**self.row("audio, LoRA without a sensor"), "parameters": count, "seconds": seconds})
-            lora.unload()
-        self.run.plot_losses()
-        self.samples(rows)
-        return {"rows": rows, "held_out": len(self.measure.utterances), "least": self.least}
-
-    def train(
-        self, model: Any, loss: Loss, draw: Callable[[Random, float], Row], optim: OptimSettings, label: str
-    ) -> float:
-        """Train on rows from `draw`; return the seconds."""
-
-        class LossTrainer(training.AdapterTrainer):
-            def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
-                return loss(inputs["rows"], inputs["seeds"])
-
-        count = optim.max_steps * optim.per_device_train_batch_size
-        trainer = LossTrainer(
-            model,
-            optim.arguments(
-                self.config,
-                warmup_steps=min(optim.warmup_steps, optim.max_steps // 2),
-                train_sampling_strategy="sequential",
-            ),
-            data_collator=lambda rows: dict(zip(("rows", "seeds"), zip(*rows, strict=True), strict=True)),
-            train_dataset=DrawnRows(draw, count, f"{self.config.seed} {label}"),
-            gate_learning_rate=optim.gate_learning_rate,
-        )
-        # The next model starts from the same random numbers, whatever was trained before it.
-        with torch.random.fork_rng():
-            return self.run.train(trainer, label, self.config.progress)
-
-    def louder(self, random: Random, done: float) -> Row:
-        """Draw a row for the recogniser: with little noise at first, later as in the settings."""
-        noise = self.config.noise
-        above = max(0.0, CLEAN - noise.easiest) * min(1.0, max(0.0, 1 - (done - 0.1) / 0.3))
-        return self.speech.draw(random), random.uniform(noise.snr, noise.easiest) + above
-
-    def in_noise(self, random: Random, done: float) -> Row:
-        """Draw a row for adapter and LoRA, with the noise of the measurement."""
-        return self.speech.draw(random), self.config.noise.snr
-
-    def first_loss(self, rows: Sequence[Row], seeds: Sequence[int]) -> Tensor:
-        """Return the loss of the whole recogniser."""
-        clips, ids, labels = self.batch(rows, seeds)
-        loss: Tensor = self.recogniser(clips.energies, clips.spoken, ids, labels)
-        return loss
-
-    def encoder_loss(self, rows: Sequence[Row], seeds: Sequence[int]) -> Tensor:
-        """Return the loss of the sensor encoder: the word at each place."""
-        utterances = [utterance for utterance, _ in rows]
-        sounds = [
-            self.speech.say(one, np.random.default_rng(seed)) for one, seed in zip(utterances, seeds, strict=True)
-        ]
-        sensed, spoken = self.speech.sense(utterances, sounds)
-        logits = self.encoder(sensed.transpose(1, 2))
-        return F.cross_entropy(logits, spoken)
-
-    def plain_loss(self, rows: Sequence[Row], seeds: Sequence[int]) -> Tensor:
-        """Return the loss without a sensor."""
-        clips, ids, labels = self.batch(rows, seeds)
-        return text_loss(self.recogniser.logits(ids, clips.energies), labels)
-
-    def sensor_loss(self, rows: Sequence[Row], seeds: Sequence[int]) -> Tensor:
-        """Return the loss with a sensor; some rows get the sensor of another utterance."""
-        clips, ids, labels = self.batch(rows, seeds)
-        sensed, wrong = clips.sensed.clone(), round(self.config.sensor.wrong * len(rows))
-        sensed[:wrong] = clips.sensed[:wrong].roll(1, 0)
-        logits = self.recogniser.logits(ids, clips.energies, self.sense(sensed, clips.energies))
-        return text_loss(logits, labels)
-
-    def sense(self, sensed: Tensor, energies: Tensor) -> mmattn.Memory:
-        """Return the memory of the sensor."""
-        return self.recogniser.sense(sensor_logits(self.encoder, sensed), energies, self.least)
-
-    def batch(self, rows: Sequence[Row], seeds: Sequence[int]) -> tuple[Clips, Tensor, Tensor]:
-        """Return clips, ids and labels of rows."""
-        utterances, levels = zip(*rows, strict=True)
-        return self.speech.batch(utterances, levels, seeds), *self.speech.texts(utterances)
-
-    def calibrate(self) -> float:
-        """Return the agreement that few streams of another utterance reach, for speakers of the training."""
-        sensor, random = self.config.sensor, Random(f"{self.config.seed} calibration")
-        agreements = []
-        for start in range(0, sensor.calibration, 100):
-            count = max(2, min(100, sensor.calibration - start))
-            rows = [self.in_noise(random, 1.0) for _ in range(count)]
-            clips, _, _ = self.batch(rows, [random.randrange(2**31) for _ in rows])
-            other = sensor_logits(self.encoder, clips.sensed.roll(1, 0))
-            agreements.append(self.recogniser.agree(other, clips.energies)[1])
-        return float(torch.cat(agreements).quantile(1 - sensor.passing))
-
-    def row(self, name: str, sensor: bool = False, shift: int = 0, alone: bool = False) -> dict[str, Any]:
-        """Return the word error rates; `alone` measures the sensor without the recogniser."""
-        if alone:
-            noisy = clean = self.measure.transcribe_sensor(self.encoder)
-        else:
-            sense = self.sense if sensor else None
-            noisy, clean = (
-                self.measure.transcribe(self.recogniser, snr, sense, shift) for snr in (self.config.noise.snr, CLEAN)
-            )
-        rates = {"noisy": self.measure.rate(noisy), "clean": self.measure.rate(clean)}
-        return {"name": name, **rates, "written": noisy[:20]}
-
-    def samples(self, rows: list[dict[str, Any]]) -> None:
-        """Save the transcripts of the first utterances."""
-        written, parts = {row["name"]: row.pop("written") for row in rows}, []
-        width = max(map(len, written))
-        for place, one in enumerate(self.measure.utterances[:20]):
-            speaker = self.measure.speech.spoken.speakers[one.speaker]
-            lines = {"said": list(one.words), **{name: rows[place] for name, rows in written.items()}}
-            texts = [f"{name:{width}}  {' '.join([*WORDS, '?', '?'][id] for id in ids)}" for name, ids in lines.items()]
-            parts.append("\n".join([f"{speaker.voice} ({speaker.speed} words a minute)", *texts]))
-        self.run.write_text("samples.txt", "\n\n".join(parts))
 
 
 def table(contents: list[dict[str, Any]]) -> str:
     """Return the table of one or several `table.json`."""
+    first = contents[0]
     runs = [[{"parameters": None, "seconds": None, **row} for row in one["rows"]] for one in contents]
-    text = training.spread_table("", COLUMNS, runs)
-    return f"{text}\n\n{contents[0]['held_out']} utterances of {len(HELD_OUT)} voices that were never trained on."
-
-
-def size(module: torch.nn.Module, trained: bool = False) -> int:
-    """Count the parameters, or the trained ones."""
-    return sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad or not trained)
+    text = training.spread_table("", COLUMNS[first["part"]], runs)
+    if first["part"] == "speech":
+        return f"{text}\n\n{first['held_out']} utterances of {len(HELD_OUT)} voices that were never trained on."
+    return f"{text}\n\n{first['patches']} patches."

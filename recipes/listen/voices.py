@@ -113,7 +113,8 @@ def find_espeak() -> str:
     program = shutil.which("espeak-ng")
     if program is None:
         raise ConfigError(
-            "this recipe needs espeak-ng, which is not on the path: install it (Debian: apt-get install espeak-ng)"
+            "speech needs espeak-ng, which is not on the path: install it (Debian: apt-get install espeak-ng), or run "
+            "the other part, config_series.yaml"
         )
     return program
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -48,27 +47,22 @@ def train(
     config: Config,
     module: nn.Module,
     loss: Loss,
-    batches: Iterable[Sequence[Any]],
+    batches: Iterator[Sequence[Any]],
     steps: int,
     label: str,
     run: training.RunFolder,
 ) -> float:
     """Train the weights of a module that are not frozen, a batch in each step; return the seconds."""
-    drawn = iter(batches)
-
-    @lru_cache(maxsize=1)  # fresh adapters are calibrated by the first batch before it trains them
-    def batch_of(step: int) -> Sequence[Any]:
-        return next(drawn)
 
     class BatchTrainer(training.AdapterTrainer):
         def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
-            nats, targets = loss(batch_of(inputs["step"]))
+            nats, targets = loss(inputs["rows"])
             return nats / targets
 
     trainer = BatchTrainer(
         module,
         config.optim.arguments(config, max_steps=steps, per_device_train_batch_size=1, use_cache=True),
-        data_collator=lambda steps: {"step": steps[0]},
+        data_collator=lambda _: {"rows": next(batches)},
         train_dataset=range(steps),
         gate_learning_rate=config.optim.gate_learning_rate,
     )

@@ -27,22 +27,43 @@ SAMPLES = 8
 
 def table(contents: list[dict[str, Any]]) -> str:
     """Return the table of one or several `table.json`, with notes on how to read it."""
+    notes = [f"{len(contents)} seeds, mean ± half the range."] if len(contents) > 1 else []
+    notes += spoken_notes(contents) if "heard" in contents[0] else text_notes(contents)
+    rows = training.spread_table("", COLUMNS, [content["rows"] for content in contents])
+    return "\n".join([rows, "", *(f"- {note}" for note in notes)])
 
-    def mean(text: str) -> str:
-        return f"{100 * sum(content['spellings'][text] for content in contents) / len(contents):.1f} %"
 
-    spellings = contents[0]["spellings"]
-    by_spelling = ", ".join(f'"{text}" {mean(text)}' for text in spellings)
-    notes = [
-        *([f"{len(contents)} seeds, mean ± half the range."] if len(contents) > 1 else []),
-        f"Right answers to {contents[0]['test_questions']:,} questions of the public test split, about other pictures "
+def mean_percent(contents: list[dict[str, Any]], name: str) -> str:
+    """Return the mean of a share over runs."""
+    return f"{100 * sum(content[name] for content in contents) / len(contents):.1f} %"
+
+
+def text_notes(contents: list[dict[str, Any]]) -> list[str]:
+    """Return the notes of runs whose questions are texts."""
+    first = contents[0]
+    spellings = [content["spellings"] for content in contents]
+    by_spelling = ", ".join(f'"{text}" {mean_percent(spellings, text)}' for text in spellings[0])
+    return [
+        f"Right answers to {first['test_questions']:,} questions of the public test split, about other pictures "
         "than in training: the first token that the model generates, greedily from its whole vocabulary.",
         "The usual answer to each question is all that can be known without a picture. Shuffled: another question's "
         "picture. No picture: the same model called without a memory, bit for bit the frozen one.",
-        *([f"Spelled at random: {by_spelling}."] if len(spellings) > 1 else []),
+        *([f"Spelled at random: {by_spelling}."] if len(spellings[0]) > 1 else []),
     ]
-    rows = training.spread_table("", COLUMNS, [content["rows"] for content in contents])
-    return "\n".join([rows, "", *(f"- {note}" for note in notes)])
+
+
+def spoken_notes(contents: list[dict[str, Any]]) -> list[str]:
+    """Return the notes of runs with spoken questions."""
+    first = contents[0]
+    return [
+        f"Right answers to {first['test_questions']:,} questions of the public test split, about other pictures than "
+        f"in training, in {first['voices']['test']} voices by turns that are none of the {first['voices']['train']} of "
+        "training: the first token that the model generates, greedily from its whole vocabulary.",
+        "Shuffled: the sound, or the picture, of another question.",
+        f"Of the sounds of the test, a linear probe of the mean of Whisper's states names "
+        f"{mean_percent(contents, 'probe')}; {mean_percent(contents, 'heard')} have a state, behind the adapter of the "
+        "sound, that is nearest to the one of the same question as a text.",
+    ]
 
 
 def draw_answers(

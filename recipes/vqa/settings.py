@@ -23,6 +23,18 @@ class OptimSettings(training.OptimSettings):
     lora_learning_rate: float = Field(2e-3, gt=0)
 
 
+class SpeechAdapterSettings(AdapterSettings):
+    layers: list[int] = [20, 22]  # below the layers that see the picture
+
+
+class SpeechSettings(training.Settings):
+    encoder: str = "whisper-base"
+    instruction: str = "Answer the spoken question about the picture."
+    max_steps: int = Field(300, ge=1)
+    voices: int | None = Field(None, ge=1)  # the first ones of training and of the test; None for all
+    adapter: SpeechAdapterSettings = SpeechAdapterSettings()
+
+
 class Config(training.RunSettings):
     out: str = "runs/vqa"
     lm: str = "smollm2"
@@ -35,9 +47,13 @@ class Config(training.RunSettings):
     cache: str = "runs/cache"  # encoded pictures, by encoder
     adapter: AdapterSettings = AdapterSettings()
     optim: OptimSettings = OptimSettings()
+    spoken: bool = False  # the question is heard, too: a second memory and a second adapter
+    speech: SpeechSettings = SpeechSettings()
 
     @model_validator(mode="after")
     def _uses_all_settings(self) -> Config:
         if self.start is not None and self.adapter != AdapterSettings():
             raise ValueError("start goes on from an adapter as it is: leave adapter out")
+        if self.spoken and (self.start is not None or self.spellings > 1):
+            raise ValueError("start and spellings are for questions as texts: leave them out, or spoken")
         return self

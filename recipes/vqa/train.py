@@ -35,6 +35,7 @@ from .data import (
 )
 from .report import draw_answers, table
 from .settings import Config
+from .spoken import answer_spoken
 
 
 def main(config: dict[str, Any]) -> Path:
@@ -60,6 +61,12 @@ def main(config: dict[str, Any]) -> Path:
         f"{test_memory.batch} others to test; memories of {train_memory.length} slots of width {train_memory.dim}"
     )
     rows = prior_rows(data)
+    if settings.spoken:
+        pictures = {"train": train_memory, "test": test_memory}
+        content = answer_spoken(lm, tokenizer, data, pictures, rows, settings, run)
+        run.plot_losses()
+        run.finish(content, table)
+        return run.path
 
     # Model: a frozen language model with gated cross-attention in its upper layers.
     if settings.start is None:

@@ -7,7 +7,6 @@ Its first texts repeat random words, which teaches a model of two layers and mor
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
 from itertools import product
 from random import Random
 from typing import Any
@@ -82,20 +81,16 @@ def train_batches(
     `fields` are fields of `TrainingArguments` that override the settings.
     """
 
-    @lru_cache(maxsize=1)  # fresh adapters are calibrated by the first batch before it trains them
-    def batch_of(step: int) -> Any:
-        return next(batches)
-
     class BatchTrainer(training.AdapterTrainer):
         def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
-            nats, targets = loss(batch_of(inputs["step"]))
+            nats, targets = loss(inputs["rows"])
             return nats / targets
 
     arguments = config.optim.arguments(config, per_device_train_batch_size=1, use_cache=True, **fields)
     trainer = BatchTrainer(
         model,
         arguments,
-        data_collator=lambda steps: {"step": steps[0]},
+        data_collator=lambda _: {"rows": next(batches)},
         train_dataset=range(arguments.max_steps),
         gate_learning_rate=gate_learning_rate,
     )

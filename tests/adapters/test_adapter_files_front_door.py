@@ -1,8 +1,9 @@
-"""`save_adapter` and `mmattn.load` on a host: the same logits come back, and a bad folder leaves the host as it was."""
+"""Adapter folders and `mmattn.load`: the same answers come back; a bad folder is refused and changes nothing."""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import warnings
 from collections.abc import Callable
@@ -15,9 +16,11 @@ from safetensors.torch import save_file
 from torch import nn
 
 import mmattn
+from mmattn.adapters.files import check_tensors, load_folder
 from mmattn.errors import AdapterFileError, AttachError, ConfigError, NonFiniteError
 from mmattn.storage.safetensors import read_tensors, write_tensors
 from tests import tiny
+from tests.adapters.adapter_folders import FILES, config, contents, example, save
 
 ROWS = 3
 MODEL, CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -68,11 +71,9 @@ def flip_a_bit(folder: Path) -> None:
 BAD: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
     "no folder": (lambda f: f.rename(f.with_name("moved")), AdapterFileError, "no such folder"),
     "no tensors": (lambda f: (f / MODEL).unlink(), AdapterFileError, f"no {MODEL}"),
-    "empty": (lambda f: (f / MODEL).write_bytes(b""), AdapterFileError, "an empty file"),
+    "no config": (lambda f: (f / CONFIG).unlink(), AdapterFileError, f"no {CONFIG}"),
     "cut": (lambda f: (f / MODEL).write_bytes((f / MODEL).read_bytes()[:-5]), AdapterFileError, "truncated"),
     "flipped": (flip_a_bit, AdapterFileError, "checksum"),
-    "pointer": (lambda f: (f / MODEL).write_bytes(b"version https://git-lfs.github.com"), AdapterFileError, "git lfs"),
-    "page": (lambda f: (f / CONFIG).write_bytes(b"<!doctype html>"), AdapterFileError, "HTML"),
     "NaN": (lambda f: rewrite(f, lambda t, c: t[first(t)].fill_(float("nan"))), NonFiniteError, "NaN"),
     "missing": (lambda f: rewrite(f, lambda t, c: t.pop(first(t))), AdapterFileError, "1 missing"),
     "extra": (lambda f: rewrite(f, lambda t, c: t.update(z=torch.ones(3))), AdapterFileError, r"1 unexpected \(z\)"),
@@ -270,3 +271,70 @@ def test_a_weight_beyond_the_range_is_refused_and_never_infinite(tmp_path: Path)
 def test_a_dtype_that_no_adapter_can_have(saved: Path, dtype: Any) -> None:
     with pytest.raises(ConfigError, match="dtype must be torch.float32"):
         mmattn.load(tiny.make("llama"), saved, dtype=dtype)
+
+
+class TestRoundTrip:
+    def test_files_of_the_user_stay(self, tmp_path: Path) -> None:
+        (tmp_path / "README.md").write_text("# My project\n")
+        (tmp_path / "notes").mkdir()
+        (tmp_path / "notes" / "a.txt").write_text("mine")
+        save(tmp_path)
+        save(tmp_path)
+        assert (tmp_path / "README.md").read_text() == "# My project\n"
+        assert (tmp_path / "notes" / "a.txt").read_text() == "mine"
+        assert sorted(os.listdir(tmp_path)) == sorted([*FILES, "notes"])
+
+    def test_links_as_in_the_cache_of_the_hub(self, tmp_path: Path) -> None:
+        save(tmp_path / "blobs")
+        (tmp_path / "snapshot").mkdir()
+        for name in FILES:
+            (tmp_path / "snapshot" / name).symlink_to(f"../blobs/{name}")
+        assert load_folder(tmp_path / "snapshot")[0] == config()
+
+
+class TestFolders:
+    def test_what_is_missing_is_named(self, tmp_path: Path) -> None:
+        (tmp_path / "file").write_text("x")
+        with pytest.raises(AdapterFileError, match="it is a file"):
+            load_folder(tmp_path / "file")
+        (tmp_path / "other").mkdir()
+        with pytest.raises(AdapterFileError, match="nothing"):
+            load_folder(tmp_path / "other")
+
+    def test_not_finite_is_refused_before_the_old_one_is_touched(self, tmp_path: Path) -> None:
+        """Invariant 64."""
+        save(tmp_path)
+        before = contents(tmp_path)
+        tensors = example()
+        tensors["blocks.1.gate"][1] = float("nan")
+        with pytest.raises(NonFiniteError, match=r"'blocks\.1\.gate'"):
+            save(tmp_path, tensors)
+        assert contents(tmp_path) == before
+        with pytest.raises(NonFiniteError):
+            save(tmp_path / "new", tensors)
+        assert not (tmp_path / "new").exists()
+
+    def test_the_check_comes_before_any_value(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        save(tmp_path)
+
+        def refuse(found: dict[str, Any], shapes: dict[str, Any]) -> None:
+            assert found == config()
+            check_tensors({"latents": ((7, 14), torch.float32)}, shapes)
+
+        monkeypatch.setattr("torch.empty", None)
+        with pytest.raises(AdapterFileError, match="1 of another shape"):
+            load_folder(tmp_path, check=refuse)
+
+    def test_tensors_that_do_not_fit_are_listed_five_of_each(self) -> None:
+        """Invariant 61."""
+        f32 = torch.float32
+        expected = {f"a{i}": ((i, 3), f32) for i in range(7)} | {"b": ((2,), f32), "c": ((5,), f32)}
+        found = {f"z{i}": torch.zeros(1) for i in range(6)} | {"b": torch.zeros(3), "c": torch.zeros(5).half()}
+        with pytest.raises(AdapterFileError) as caught:
+            check_tensors(expected, found)
+        text = str(caught.value)
+        assert "7 missing (a0; a1; a2; a3; a4; ...)" in text
+        assert "6 unexpected (z0; z1; z2; z3; z4; ...)" in text
+        assert "1 of another shape (b [3], needed [2])" in text
+        assert "1 of another dtype (c float16, needed float32)" in text
+        check_tensors({"b": ((3,), f32)}, {"b": torch.zeros(3)})

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
+import warnings
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings, strategies as st
 
-from mmattn.adapters.files import load_folder
+import mmattn
+from mmattn.adapters.files import adapter_settings, load_folder
 from mmattn.errors import AdapterFileError
 from mmattn.hosts.model import adapted
-from tests.stress.mutated_files import CONFIG, TENSORS, Folder, put_together, taken_apart
+from tests import tiny
+from tests.adapters.adapter_folders import contents
+
+TENSORS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+BLANK = "0" * 64
 
 JSON = st.recursive(
     st.none()
@@ -24,6 +34,75 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=9), inner, max_size=4),
     max_leaves=9,
 )
+
+
+def taken_apart(raw: bytes) -> tuple[dict[str, Any], dict[str, Any], bytes]:
+    """The header of a tensor file without its metadata, what its metadata says as plain values, and the tensors."""
+    end = 8 + int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8:end])
+    info = header.pop("__metadata__")
+    return header, info | {name: json.loads(info[name]) for name in ("metadata", "sha256")}, raw[end:]
+
+
+def put_together(header: Any, info: Any, body: bytes) -> bytes:
+    """A tensor file with this header, the checksum of the header made right."""
+
+    def dump(value: Any) -> str:
+        return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+    if isinstance(info, dict):
+        info = {name: dump(value) if name in ("metadata", "sha256") else value for name, value in info.items()}
+    if isinstance(info, dict) and "header_sha256" in info:
+        info = {"header_sha256": BLANK} | {name: value for name, value in info.items() if name != "header_sha256"}
+    blank = dump({"__metadata__": info} | header if isinstance(header, dict) else header).encode()
+    blank += b" " * (-len(blank) % 8)
+    raw = blank.replace(BLANK.encode(), hashlib.sha256(blank).hexdigest().encode(), 1)
+    return len(raw).to_bytes(8, "little") + raw + body
+
+
+class Folder:
+    """An adapter folder that is written anew with every change, the host it is for, and what it held at first."""
+
+    def __init__(self, place: Path) -> None:
+        self.folder, self.host = place / "adapter", tiny.make("llama")
+        resampler = mmattn.Resampler(num_latents=3, depth=1, num_heads=1, head_dim=5, feed_forward=0.5)
+        settings = {"num_heads": 1, "head_dim": 5, "feed_forward": 0.25, "resampler": resampler}
+        model = tiny.attach(self.host, **settings)
+        model.save_adapter(self.folder, encoder="OpenCLIP ViT-B-32:laion2b_s34b_b79k")
+        adapter = model.adapters["default"]
+        model.unload()
+        self.values = {key: value.detach().clone() for key, value in adapter.state_dict().items()}
+        self.good = contents(self.folder)
+        self.now = dict(self.good)
+
+    def write(self, files: dict[str, bytes]) -> None:
+        """Put these files there; only what differs from what is there is written."""
+        for name, raw in files.items():
+            if raw != self.now[name]:
+                (self.folder / name).write_bytes(raw)
+                self.now[name] = raw
+
+    def load(self, settings: dict[str, Any]) -> str | None:
+        """Load what is there: what is wrong with that, None if nothing."""
+        with warnings.catch_warnings():
+            for said in ("the weights of this", "Initializing zero-element tensors"):
+                warnings.filterwarnings("ignore", said)
+            model = mmattn.load(self.host, self.folder)
+        adapter = model.adapter("default")
+        values, found = adapter.state_dict(), adapter_settings(adapter.config)
+        model.unload()
+        if values.keys() != self.values.keys() or not all(torch.equal(values[x], self.values[x]) for x in values):
+            return "it loaded other values"
+        if not says(found, settings):
+            return f"it loaded as {found}"
+        return None
+
+
+def says(found: Any, settings: Any) -> bool:
+    """Return whether settings were loaded as a file has them; null and what it leaves out stand for the default."""
+    if isinstance(found, dict) and isinstance(settings, dict):
+        return all(name in found and says(found[name], value) for name, value in settings.items())
+    return settings is None or (found == settings and isinstance(found, bool) == isinstance(settings, bool))
 
 
 @pytest.fixture(scope="module")

@@ -101,35 +101,6 @@ print(n, sum(seen))
         assert 1 < new < steps
 
     @pytest.mark.slow
-    def test_thirty_kills_at_random_moments(self, tmp_path: Path) -> None:
-        """Invariant 67."""
-        code = """
-rng = random.Random(13)
-save(0)
-last = 0
-for kill in range(int(sys.argv[3])):
-    child = os.fork()
-    if not child:
-        i = last
-        while True:
-            i += 1
-            save(i)
-    while kill % 2 and version() == last:
-        time.sleep(0.001)
-    time.sleep(rng.uniform(0.01, 0.15))
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    now = version()
-    assert now > last or kill % 2 == 0
-    assert now >= last, (now, last)
-    last = now
-save(last + 1)
-assert version() == last + 1
-assert sorted(os.listdir(folder)) == ["README.md", "adapter_config.json", "adapter_model.safetensors"]
-"""
-        finish(start(code, tmp_path / "a", os.environ.get("MMATTN_KILLS", "30")))
-
-    @pytest.mark.slow
     def test_two_processes_save_twenty_times_while_a_third_loads(self, tmp_path: Path) -> None:
         """Invariant 71."""
         code = """

@@ -6,7 +6,6 @@ import itertools
 
 import pytest
 import torch
-from torch import nn
 
 import mmattn
 from tests import tiny
@@ -53,69 +52,3 @@ def test_keys_of_a_memory_that_is_edited_while_it_is_projected_are_not_kept(mode
     memory.tokens.copy_(edited.tokens)
     prepared.project(adapter, adapter.layers, before, ids.shape[1], values)
     assert_close(model(ids, memory=prepared).logits, want, 1e-6)
-
-
-@pytest.mark.parametrize("first", [True, False], ids=["inference first", "inference last"])
-def test_inference_mode_and_training_share_a_prepared_memory(model, ids, first):
-    """Invariant 25."""
-    memory = tiny.memory(ROWS)
-    prepared = model.prepare(memory)
-    with torch.no_grad():
-        want = model(ids, memory=memory).logits
-
-    def infer():
-        with torch.inference_mode():
-            assert torch.equal(model(ids, memory=prepared).logits, want)
-
-    def decide():
-        with torch.no_grad():
-            assert torch.equal(model(ids, memory=prepared).logits, want)
-
-    def train():
-        model(ids, labels=ids, memory=prepared).loss.backward()
-        gradients = [one.grad.clone() for one in model.adapters.parameters()]
-        model.zero_grad()
-        model(ids, labels=ids, memory=memory).loss.backward()
-        for got, one in zip(gradients, model.adapters.parameters(), strict=True):
-            assert torch.equal(got, one.grad)
-        model.zero_grad()
-
-    steps = [infer, decide, train]
-    for step in (steps if first else steps[::-1]) * 2:
-        step()
-
-
-@torch.no_grad()
-def test_between_two_steps_of_a_block_every_change_is_seen():
-    """What is kept from step to step goes with an edit, another parameter, another module, other rows, autocast."""
-    model, ids = tiny.attach(tiny.make("llama")), tiny.text(2, 3)
-    memory = tiny.memory(2, lengths=[4, 2])
-    projection = model.adapter("default").attention(0).kv_proj
-
-    def edit():
-        projection.k_proj.weight.mul_(3)
-
-    def another_parameter():
-        projection.v_proj.weight = nn.Parameter(projection.v_proj.weight * 3)
-
-    def another_module():
-        projection.k_proj = nn.Linear(projection.memory_dim, projection.k_proj.out_features, bias=True)
-
-    def another_norm():
-        model.adapter("default").memory_norm = nn.LayerNorm(memory.dim, eps=9.0)
-
-    def another_slot():
-        memory.tokens[0, 0, :5] += 9
-
-    with model.condition(memory):
-        before = model.host(ids).logits
-        for change in (edit, another_parameter, another_module, another_norm, another_slot):
-            change()
-            seen = model.host(ids).logits
-            assert differs(seen[:1], before[:1]), change.__name__
-            assert_close(seen, model(ids, memory=mmattn.Memory(memory.tokens.clone(), memory.mask)).logits, 1e-6)
-            before = seen
-        with precise(torch.bfloat16):
-            fresh = mmattn.Memory(memory.tokens.clone(), memory.mask)
-            assert torch.equal(model.host(ids).logits, model(ids, memory=fresh).logits)
-        assert torch.equal(model.host(ids).logits, before)

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings, strategies as st
 from torch import Tensor, nn
+from torch.profiler import profile
 
+import mmattn
 from mmattn import CrossAttention, SelfAttention, masks
 from mmattn.core.key_values import KeyValue
 from mmattn.core.positions import Rotary
 from mmattn.core.projection import KeyValueProjection
+from mmattn.errors import ShapeError
 from tests.core.random_inputs import (
     DTYPES,
     LAYOUTS,
@@ -29,7 +33,7 @@ from tests.core.random_inputs import (
     make_layer as make,
     named_weights,
 )
-from tests.reference import assert_close, cross_attention_reference, gradients
+from tests.reference import assert_close, attend_reference, cross_attention_reference, gradients
 
 
 @pytest.fixture
@@ -285,3 +289,52 @@ def test_any_shape(data_):
     with pytest.MonkeyPatch.context() as monkeypatch:
         force(monkeypatch, draw(st.sampled_from(LAYOUTS)))
         compare(layer, torch.randn(b * beams, l, D), torch.randn(b, m, layer.memory_dim), floor=1e-1, **given_)
+
+
+def alone(h: int = 6, g: int = 2, k: int = 11) -> KeyValueProjection:
+    linears = (nn.Linear(E, g * k, bias=False) for _ in range(2))
+    return KeyValueProjection(*linears, num_heads=h, num_kv_heads=g, head_dim=k, memory_dim=E).double()
+
+
+@pytest.mark.parametrize("queries", [None, 0])
+def test_queries_of_another_layer(queries: int | None) -> None:
+    """Queries of anyone over K = M Wk and V = M Wv; a row that sees nothing gives exactly 0."""
+    projection, memory = alone(), torch.randn(B, M, E, dtype=torch.float64)
+    q = torch.randn(B, 6, L, 11, dtype=torch.float64)
+    keys, values = projection.keys_and_values(memory)
+    expected, expected_weights = attend_reference(q, keys.detach(), values.detach(), mask=MASK)
+    for inputs in (
+        {"memory": memory, "mask": MASK},
+        {"memory": projection.project(memory, mask=MASK, queries=queries)},
+    ):
+        out, weights = projection(q, **inputs, return_weights=True)
+        assert_close(out, expected, torch.float64)
+        assert_close(weights, expected_weights, torch.float64)
+        assert not out[1].any() and torch.equal(projection(q, **inputs), projection(q, **inputs))
+    assert projection(q.float(), memory).dtype == torch.float32, "the dtype of the queries"
+    with pytest.raises(ShapeError, match="memory must be a tensor"):
+        projection(q, memory[..., 1:])
+
+
+SLOTS, QUERIES, HEADS, WIDTH = 10_240, 3, 2, 7
+
+
+def test_ten_thousand_slots_equal_the_plain_definition():
+    """Invariant 21."""
+    q, k, v = (torch.randn(1, HEADS, length, WIDTH) for length in (QUERIES, SLOTS, SLOTS))
+    out = mmattn.attend(q, k, v)
+    assert torch.isfinite(out).all()
+    torch.testing.assert_close(
+        out.double(), F.scaled_dot_product_attention(*(one.double() for one in (q, k, v))), rtol=0, atol=5e-6
+    )
+
+
+def test_memory_grows_with_queries_times_slots_and_no_faster():
+    """Invariant 21."""
+    layer = mmattn.CrossAttention(23, memory_dim=19, num_heads=HEADS, head_dim=WIDTH)
+    memory, mask = torch.randn(1, SLOTS, 19), torch.rand(1, SLOTS) > 0.5
+    with torch.no_grad(), profile(profile_memory=True) as profiled:
+        layer(torch.randn(1, QUERIES, 23), memory, mask=mask)
+    taken = sum(max(event.self_cpu_memory_usage, 0) for event in profiled.events())
+    floats = SLOTS * (2 * 19 + 4 * HEADS * WIDTH + 4 * HEADS * QUERIES + 8)
+    assert 0 < taken < 4 * floats

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mmattn import CrossAttention
-from tests.core.random_inputs import DTYPES, MASKS, D, E, compare_layer, data, force
+from tests.core.random_inputs import MASKS, D, E, compare_layer, data, force
 from tests.device import act_as_device
 
 BIASES: dict[str, dict[str, Any]] = {
@@ -37,7 +37,7 @@ def call_projected(layer: CrossAttention, x: Tensor, memory: Tensor, *, mask: Te
 @pytest.mark.parametrize("layout", ["padded", "absorbed"])
 @pytest.mark.parametrize("biases", BIASES)
 @pytest.mark.parametrize("h,g", [(5, 5), (6, 2)])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_numbers(dtype, h, g, biases, layout, through, monkeypatch):
     """Invariant 207: forward and backward, beams included; padding may hold anything."""
     force(monkeypatch, layout)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DataCollatorWithFlattening, TrainingArguments
+from transformers import DataCollatorWithFlattening
 
 import mmattn
 from mmattn import training
@@ -68,10 +68,9 @@ def test_the_trainer_learns_as_it_does_padded(how: str, tmp_path: Path) -> None:
     for collator in (plain, packing):
         made = training.AdapterTrainer(
             model=small_run.attach(),
-            args=TrainingArguments(
-                output_dir=str(tmp_path / "out"), max_steps=5, per_device_train_batch_size=4, learning_rate=1e-2,
-                report_to="none", use_cpu=True, disable_tqdm=True, logging_steps=1, seed=3, save_strategy="no",
-                dataloader_pin_memory=False, remove_unused_columns=False,
+            args=small_run.arguments(
+                tmp_path / "out", max_steps=5, per_device_train_batch_size=4, learning_rate=1e-2, logging_steps=1,
+                seed=3, remove_unused_columns=False,
             ),
             data_collator=collator,
             train_dataset=rows,

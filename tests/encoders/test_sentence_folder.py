@@ -206,7 +206,7 @@ def test_an_index_has_the_prompts_of_documents_and_queries(make: Callable[[str],
     hits = index.search(TEXTS[:2], 5)
     torch.testing.assert_close(hits.scores, wanted.sort(1, descending=True).values, atol=1e-5, rtol=1e-5)
     with pytest.raises(IndexMismatchError):
-        index.search(TEXTS[:2], 5, encoder=TextEncoder(make("MiniLM")))
+        mmattn.Index(index.store, TextEncoder(make("MiniLM")))
 
 
 def test_settings_of_the_caller_come_first(make: Callable[[str], Path]) -> None:

@@ -42,7 +42,6 @@ def decoder(seed: int = 0) -> MeanDecoder:
 
 CASES: dict[str, Callable[[], Case]] = {
     "film on llama": lambda: Case(FILM, functools.partial(tiny.make, "llama")),
-    "film on bloom": lambda: Case(FILM, functools.partial(tiny.make, "bloom")),
     "film on the decoder": lambda: Case(FILM, decoder),
     "pooled on llama": lambda: Case(PooledAdapter(tiny.MEMORY_DIM), functools.partial(tiny.make, "llama")),
     "gated on the decoder": lambda: Case(GATED, decoder),
@@ -62,12 +61,12 @@ def case_of(name: str) -> Any:
     return {**CASES, **HOSTS}[name]()
 
 
-# The decoder does not generate, Bloom takes no requests, and what is pooled is neither attended to nor kept by request.
+# The decoder does not generate, and what is pooled is neither attended to nor kept by request.
 ON_DECODER = ("film on the decoder", "gated on the decoder", "chunked on the decoder")
 DOES_NOT_APPLY = {
     "check_generation": ON_DECODER,
     "check_padded_prompts": ON_DECODER,
-    "check_requests": (*ON_DECODER, "film on bloom", "pooled on llama"),
+    "check_requests": (*ON_DECODER, "pooled on llama"),
     "check_record": ("pooled on llama",),
 }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -12,7 +11,7 @@ from typing import Any
 
 import peft
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import mmattn
 from mmattn.adapters import FusedCacheAdapter, InsertedAdapter, JoinedAdapter, PassageAdapter, PrefixAdapter
@@ -21,7 +20,6 @@ from mmattn.training import cached_hidden_states, cached_prompts
 from tests import tiny, tiny_unets
 from tests.adapters.composed import composed_hosts
 from tests.computed import Ask, Cache, Subject, distance
-from tests.computed_changes import add
 
 #: Hosts of each build.
 FAMILIES = (
@@ -38,7 +36,6 @@ PROMPTS = [[5, 6, 7, 8, 20, 21, 22, 23, 24, 25, 26], [50, 60, 70]]
 def lm(
     family: str = "llama",
     lora: dict[str, Any] | None = None,
-    tuner: str | None = None,
     adapter: dict[str, Any] | None = None,
     **changes: Any,
 ) -> Subject:
@@ -47,15 +44,12 @@ def lm(
     Args:
         family: as transformers spells `model_type`.
         lora: settings of a LoRA on it, "default", beside an idle one, "second".
-        tuner: one of `TUNERS` on it.
         adapter: settings that its adapter is to have instead.
         changes: of its config.
     """
     host = tiny.make(family, **changes).requires_grad_(False)
     if changes:
         host.load_state_dict(tiny.make(family).state_dict())
-    if tuner is not None:
-        return Subject(host, put_on(host, tuner))
     if lora is None:
         return Subject(host, given=adapter)
     model = peft.get_peft_model(host, lora_config(**lora))
@@ -81,40 +75,6 @@ def unet(lora: dict[str, Any] | None = None) -> Subject:
 def lora_config(**changes: Any) -> peft.LoraConfig:
     """A LoRA on keys, values and the feed-forward layers of a Llama."""
     return peft.LoraConfig(**{"r": 4, "lora_alpha": 8, "target_modules": ["k_proj", "v_proj", "down_proj"]} | changes)
-
-
-_LINEAR: dict[str, Any] = {"target_modules": ["k_proj", "v_proj"]}
-#: Further kinds of adapters of peft.
-TUNERS: dict[str, Callable[[], Any]] = {
-    "DoRA": lambda: peft.LoraConfig(**_LINEAR, r=4, use_dora=True),
-    "rsLoRA": lambda: peft.LoraConfig(**_LINEAR, r=4, use_rslora=True),
-    "AdaLoRA": lambda: peft.AdaLoraConfig(**_LINEAR, init_r=4, target_r=2, total_step=10),
-    "IA3": lambda: peft.IA3Config(**_LINEAR, feedforward_modules=[]),
-    "LoHa": lambda: peft.LoHaConfig(**_LINEAR, r=4),
-    "LoKr": lambda: peft.LoKrConfig(**_LINEAR, r=4),
-    "VeRA": lambda: peft.VeraConfig(target_modules=["v_proj"], r=4),
-    "OFT": lambda: peft.OFTConfig(**_LINEAR, oft_block_size=4),
-    "BOFT": lambda: peft.BOFTConfig(**_LINEAR, boft_block_size=4),
-    "HRA": lambda: peft.HRAConfig(**_LINEAR, r=4),
-    "FourierFT": lambda: peft.FourierFTConfig(**_LINEAR, n_frequency=20),
-    "RandLoRA": lambda: peft.RandLoraConfig(target_modules=["v_proj"], r=4),
-    "MiSS": lambda: peft.MissConfig(**_LINEAR, r=4),
-    "SHiRA": lambda: peft.ShiraConfig(**_LINEAR, r=4),
-    "layer norms": lambda: peft.LNTuningConfig(target_modules=["input_layernorm"]),
-    "tokens": lambda: peft.TrainableTokensConfig(token_indices=[*range(2, 90)], target_modules=["embed_tokens"]),
-    "whole modules": lambda: peft.LoraConfig(**_LINEAR, r=4, modules_to_save=["embed_tokens"]),
-}
-
-
-def put_on(host: Any, tuner: str) -> Any:
-    """Put an adapter of peft on a host, with weights that count; its peft model."""
-    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), torch.no_grad():
-        warnings.simplefilter("ignore")
-        torch.manual_seed(23)
-        model = peft.get_peft_model(host, TUNERS[tuner]())
-        add(nn.ParameterList([one for one in host.parameters() if one.requires_grad]))
-    host.requires_grad_(False)
-    return model.eval()
 
 
 def fill(host: Any, seed: int = 5) -> None:

@@ -49,12 +49,6 @@ def _up(subject: Subject) -> nn.Module:
     return nn.ModuleList([layer.lora_B["default"] for layer in _layers(subject)])
 
 
-def _of_peft(subject: Subject) -> nn.Module:
-    """The weights of adapters of peft, and the copies of modules that they train."""
-    names = [name for name, _ in subject.host.named_parameters() if ".default" in name]
-    return nn.ParameterList([subject.host.get_parameter(name) for name in names])
-
-
 def _frozen(do: Callable[[Subject], object]) -> Callable[[Subject], None]:
     """Make a change of peft, which trains what it activates, and freeze the host again."""
 
@@ -156,14 +150,6 @@ PEFT = [
     Change("LoRA: merged and unloaded", _frozen(lambda subject: subject.peft.merge_and_unload()), is_equal=True),
     Change("LoRA: hotswap", _hotswap(0.3)),
     Change("LoRA: hotswap, another alpha", _hotswap(0.0)),
-]
-#: Of any adapter in a peft model.
-OF_TUNER = [
-    Change("disable_adapter", lambda subject: subject.peft.disable_adapter()),
-    Change("weights, add_", lambda subject: add(_of_peft(subject))),
-    Change("weights, fused", lambda subject: optimizer(torch.optim.AdamW, fused=True)(_of_peft(subject))),
-    Change("unloaded", _frozen(lambda subject: subject.peft.unload())),
-    Change("merged and unloaded", _frozen(lambda subject: subject.peft.merge_and_unload()), is_equal=True),
 ]
 #: Of a LoRA in a model of diffusers.
 DIFFUSERS = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,7 @@ def without_attention_to_texts():
         *((lambda: language("xlnet"), adapter, {}, AttachError, "rows") for adapter in (GATED, BEFORE)),
         *((lambda: language("reformer"), adapter, {}, AttachError, "reversible") for adapter in (GATED, BEFORE)),
         (lambda: tiny.make("llama"), GATED, {"path": "model.blocks"}, AttachError, "model.blocks"),
+        (lambda: tiny.make("llama"), replace(GATED, layers=None, every=5), {}, AttachError, "every=5"),
         *(
             (called_with_pictures(error), GATED, {}, AttachError, f"input_ids.*{error.__name__}.*pixel_values")
             for error in (KeyError, ZeroDivisionError, AttributeError)
@@ -126,7 +128,7 @@ def without_attention_to_texts():
     ],
 )
 def test_a_host_that_does_not_fit_is_refused_and_unchanged(make, adapter, options, error, says):
-    """Invariants 36, 44."""
+    """Invariants 30, 36, 44."""
     host = make()
     before, weights = traces(host), [one.detach().clone() for one in host.parameters()]
     with pytest.raises(error, match=says or type(host).__name__):

@@ -11,7 +11,6 @@ import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 
-import peft
 import pytest
 import torch
 from transformers import (
@@ -134,22 +133,6 @@ def test_a_block_that_a_method_leaves_open_in_a_generator_holds_for_no_one_else(
     assert asked() == "none"
 
 
-def test_calls_inside_generators_have_their_own_memories(asked):
-    """Invariant 46: with `memory=` in the call, generators may take turns in any order, and in any thread."""
-
-    def stream(name):
-        while True:
-            with torch.no_grad():
-                logits = asked.model(asked.ids, memory=getattr(asked, name)).logits
-            yield torch.equal(logits, asked.answers[name])
-
-    one, other = stream("A"), stream("B")
-    with ThreadPoolExecutor(2) as pool, asked.model.condition(asked.B):
-        assert all(next(each) for each in (one, other, one))
-        assert all(pool.submit(next, each).result() for each in (other, one))
-        assert asked() == "B"
-
-
 def test_an_interrupted_forward_leaves_nothing(asked):
     """Ctrl-C in the middle of a layer: a part of the host called afterwards is the host's own."""
 
@@ -187,17 +170,6 @@ def test_the_adapters_of_an_open_block_stay(asked, change):
 # Asynchronous
 
 
-def serve(main, *args):
-    """Run a coroutine function; returns what it returns and what the event loop had to complain about."""
-    complaints = []
-
-    async def observed():
-        asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
-        return await main(*args)
-
-    return asyncio.run(observed()), complaints
-
-
 def test_tasks_have_a_memory_each(asked):
     async def work(name):
         seen = []
@@ -216,7 +188,7 @@ def test_tasks_have_a_memory_each(asked):
     async def main():
         return await asyncio.gather(*[work(name) for name in "ABAB"])
 
-    assert serve(main) == ([name * 5 for name in "ABAB"], [])
+    assert asyncio.run(main()) == [name * 5 for name in "ABAB"]
     assert asked() == "none"
 
 
@@ -299,25 +271,12 @@ IN_THREADS = {
 }
 
 
-def attached(where: str):
-    """An adapter on a tiny LLaMA, and the object that is asked to generate."""
-    lm = tiny.make("llama")
-    if where == "on a LoRA":
-        guest = peft.get_peft_model(lm, peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
-        return tiny.attach(guest), guest
-    model = tiny.attach(lm)
-    if where == "under a LoRA":
-        return model, peft.get_peft_model(lm, peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
-    return model, model if where == "the adapted model" else lm
-
-
 @pytest.mark.parametrize("name", IN_THREADS)
-@pytest.mark.parametrize("where", ["the host", "the adapted model", "on a LoRA", "under a LoRA"])
-def test_continuous_batching_is_refused_a_memory(ids, name, where):
+def test_continuous_batching_is_refused_a_memory(ids, model, name):
     """Invariant 48: many requests share a row there, and the thread would not even see the block."""
-    model, asked = attached(where)
-    with model.condition(tiny.memory(3)), pytest.raises(ConditionError, match="another thread.*generate_batch"):
-        IN_THREADS[name](asked, ids)
+    for asked in (model, model.host):
+        with model.condition(tiny.memory(3)), pytest.raises(ConditionError, match="another thread.*generate_batch"):
+            IN_THREADS[name](asked, ids)
     with torch.no_grad():
         assert torch.equal(model(ids).logits, own(ids))
 

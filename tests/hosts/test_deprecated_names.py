@@ -1,21 +1,13 @@
-"""Nothing of mmattn uses a name that transformers calls deprecated: it would warn users of what they did not do.
-
-    python -m tests.hosts.test_deprecated_names
-
-uses every kind of host once and prints what transformers says.
-"""
+"""Nothing of mmattn uses a name that transformers calls deprecated: it would warn users of what they did not do."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import logging
-import subprocess
-import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 from unittest import SkipTest
 
@@ -114,21 +106,3 @@ def test_nothing_deprecated_is_used(use: str) -> None:
     with said() as lines:
         USES[use]()
     assert [line for line in lines if "deprecated" in line] == []
-
-
-@pytest.mark.slow
-def test_a_fresh_process_is_told_nothing() -> None:
-    """Invariant 177. With all of transformers' and Python's warnings on."""
-    command = [sys.executable, "-m", "tests.hosts.test_deprecated_names"]
-    root = Path(__file__).resolve().parent.parent.parent
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert [line for line in done.stdout.splitlines() if "deprecated" in line] == []
-
-
-if __name__ == "__main__":
-    transformers.logging.set_verbosity_warning()
-    for use in USES.values():
-        with said() as lines:
-            use()
-        print("\n".join(lines))

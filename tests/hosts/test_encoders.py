@@ -159,8 +159,8 @@ def logits(model: Any, **given: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("where", ["decoder", "encoder"])
-def test_the_part_that_is_named_sees_the_memory(where: str) -> None:
-    """Invariant 93."""
+def test_the_part_that_is_named_sees_the_memory(where: str, tmp_path: Any) -> None:
+    """Invariant 93: also after loading."""
     model = adapted(where)
     with torch.no_grad():
         read = model.host.get_encoder()(input_ids=READ).last_hidden_state
@@ -170,6 +170,11 @@ def test_the_part_that_is_named_sees_the_memory(where: str) -> None:
     assert tiny.differs(logits(model, memory=tiny.memory(2)), logits(model))
     assert [site.part for site in model.adapter("default").sites] == [where] * 2
     assert model.adapter("default").layers == ((0, 2) if where == "decoder" else (4, 6))
+    model.save_adapter(tmp_path)
+    again = mmattn.load(tiny_model("t5", AutoModelForSeq2SeqLM), tmp_path)
+    assert torch.equal(logits(again, memory=tiny.memory(2)), logits(model, memory=tiny.memory(2)))
+    with pytest.raises(AdapterFileError, match=f"where='{where}' needs a host with an encoder and a decoder"):
+        mmattn.load(tiny.make("llama"), tmp_path)
 
 
 def test_both_parts_with_a_memory_of_their_own() -> None:
@@ -184,18 +189,6 @@ def test_both_parts_with_a_memory_of_their_own() -> None:
     for row in range(2):
         own = {"default": tiny.memory(2, seed=1)[row], "sounds": tiny.memory(2, seed=2)[row]}
         assert torch.equal(model.generate(READ[row : row + 1], memory=own, **made)[0], texts[row])
-
-
-@pytest.mark.parametrize("where", ["decoder", "encoder"])
-def test_a_saved_adapter_comes_back_to_its_part(where: str, tmp_path: Any) -> None:
-    """Invariant 93."""
-    model = adapted(where)
-    answer = logits(model, memory=tiny.memory(2))
-    model.save_adapter(tmp_path)
-    again = mmattn.load(tiny_model("t5", AutoModelForSeq2SeqLM), tmp_path)
-    assert torch.equal(logits(again, memory=tiny.memory(2)), answer)
-    with pytest.raises(AdapterFileError, match=f"where='{where}' needs a host with an encoder and a decoder"):
-        mmattn.load(tiny.make("llama"), tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -158,17 +158,6 @@ def test_its_own_pictures_and_a_memory(told: tuple[Any, dict[str, torch.Tensor]]
     assert torch.equal(model(**given).logits, alone)
 
 
-def test_it_writes_about_both(told: tuple[Any, dict[str, torch.Tensor]]) -> None:
-    model, given = told
-    tiny.open_gates(model)
-    for ways in ({}, {"num_beams": 2}):
-        settings = {"max_new_tokens": 4, "do_sample": False, **ways}
-        texts = model.generate(**given, memory=tiny.memory(2), **settings)
-        for row in range(2):
-            own = {name: value[row : row + 1] for name, value in given.items()}
-            assert torch.equal(model.generate(**own, memory=tiny.memory(2)[row], **settings)[0], texts[row])
-
-
 # Hosts with several residual streams for each token: adapters read their mean, and add to every one
 
 

@@ -1,21 +1,28 @@
-"""Keywords: near misses of ours are refused, and all others are the host's."""
+"""Keywords and attributes: near misses of ours are refused, all others are the host's, set where they are read."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import inspect
+from collections.abc import Callable
+from typing import Any
 
 import peft
 import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from torch import nn
 from transformers import (
+    AutoModelForSeq2SeqLM,
     BertConfig,
     BertForQuestionAnswering,
     BertForSequenceClassification,
     DynamicCache,
+    GenerationConfig,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
     Trainer,
     TrainingArguments,
 )
@@ -26,7 +33,8 @@ from mmattn.adapters import InsertedAdapter, JoinedAdapter, PrefixAdapter
 from mmattn.errors import AttachError, ConditionError, ConfigError, MmattnError, ShapeError
 from mmattn.training import AdapterTrainer
 from tests import tiny, tiny_unets
-from tests.tiny import DISTINCT, FAMILIES
+from tests.families.building import tiny_model
+from tests.tiny import FAMILIES
 
 # peft 0.21 asks transformers 5.23 by the old name.
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
@@ -37,23 +45,6 @@ ROWS = 3
 BERT = BertConfig(
     vocab_size=tiny.VOCAB, hidden_size=32, intermediate_size=53, num_hidden_layers=2, num_attention_heads=4
 )
-#: What ordinary code sends, and hosts that take any keyword drop or read in their loss.
-SENT = {
-    "shift_labels": tiny.text(ROWS, seed=1),
-    "ignore_index": 7,
-    "num_items_in_batch": torch.tensor(3),
-    "return_loss": True,
-    "token_type_ids": torch.zeros(ROWS, 7, dtype=torch.long),
-    "cache_position": torch.arange(7),
-    "vision_feature_layers": -1,
-    "image_sizes": None,
-    "image_grid_thw": None,
-    "mems": None,
-    "past_key_values": None,
-    "cache_params": None,
-    "head_mask": None,
-    "foo": 1,
-}
 NEAR = {"memroy": "memory", "memmory": "memory", "memories": "memory", "adaptor_scale": "adapter_scale"}
 NEAR |= {"adapter_scales": "adapter_scale", "image": "images", "arived": "arrived", "windows": "window"}
 
@@ -80,28 +71,6 @@ def test_every_keyword_of_a_family_passes_and_a_near_miss_of_ours_does_not(famil
         for given in (model.condition, model.prepare):
             with pytest.raises(TypeError, match=name), contextlib.ExitStack() as stack:
                 stack.enter_context(given(memory, **{name: None}))
-
-
-@pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")
-@pytest.mark.parametrize("family", DISTINCT)
-@torch.no_grad()
-def test_what_the_bare_host_takes_is_taken_with_a_memory(family):
-    """Invariant 122: fresh, with the answer of the bare host; the loss reads what it read."""
-    lm, ids, memory = tiny.make(family), tiny.text(ROWS), tiny.memory(ROWS)
-    bare = {}
-    for name, value in SENT.items():
-        with contextlib.suppress(TypeError):
-            bare[name] = lm(ids, labels=ids, **{name: value})
-    model = tiny.attach(lm, opened=False)
-    for name, want in bare.items():
-        for got in (
-            model(ids, labels=ids, **{name: SENT[name]}),
-            model(ids, labels=ids, memory=memory, **{name: SENT[name]}),
-        ):
-            assert torch.equal(got.logits, want.logits) and torch.equal(got.loss, want.loss), name
-        with model.condition(memory):
-            assert torch.equal(lm(ids, labels=ids, **{name: SENT[name]}).loss, want.loss), name
-    assert set(bare) == set(SENT) or family == "mamba" or "kwargs" not in inspect.signature(lm.forward).parameters
 
 
 GATED = mmattn.GatedAdapter(tiny.MEMORY_DIM, layers=(0, 2))
@@ -335,13 +304,6 @@ def test_a_memory_given_to_the_host_is_not_dropped(family):
 def test_keywords_of_a_unet():
     model, memory = tiny_unets.attach(tiny_unets.make()), tiny.memory(ROWS)
     args, kwargs = tiny_unets.given()
-    for name in ("memroy", "strength", "guided"):
-        with pytest.raises((MmattnError, TypeError), match=name):
-            model(*args, memory=memory, **kwargs, **{name: 1})
-        with pytest.raises((MmattnError, TypeError), match=name):
-            model(*args, **kwargs, **{name: 1})
-    with pytest.raises((MmattnError, TypeError), match="strength"), model.condition(memory, strength=1):
-        pytest.fail("the block was entered")
     with pytest.raises((MmattnError, TypeError), match="memory"):
         model.host(*args, memory=memory, **kwargs)
     with torch.no_grad():
@@ -360,10 +322,118 @@ def test_what_needs_a_memory_is_not_dropped_without_one():
     for option in ("guided", "misspelt"):
         with pytest.raises(TypeError, match=option), model.condition(None, **{option: True}):
             pass
-    unet = tiny_unets.attach(tiny_unets.make())
-    args, kwargs = tiny_unets.given()
-    with pytest.raises(ConditionError, match="adapter_scale=.*memory="):
-        unet(*args, adapter_scale=0.5, **kwargs)
     for option in ("path", "require_memroy", "adapter_scale"):
         with pytest.raises((MmattnError, TypeError), match=option):
             mmattn.attach(tiny_unets.make(), tiny_unets.adapter(), **{option: "model.layers"})
+
+
+# peft 0.21 asks transformers 5.23 by the old name.
+
+
+def t5() -> nn.Module:
+    return tiny_model("t5", AutoModelForSeq2SeqLM)
+
+
+def lora() -> nn.Module:
+    host: nn.Module = peft.get_peft_model(
+        tiny.make("llama"), peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"])
+    )
+    return host
+
+
+def attached(host: nn.Module) -> Any:
+    return tiny.open_gates(mmattn.attach(host, mmattn.GatedAdapter(memory_dim=tiny.MEMORY_DIM, every=1, num_heads=2)))
+
+
+@pytest.mark.parametrize("make", [lambda: tiny.make("llama"), lambda: tiny.make("gpt2"), lora, t5])
+def test_a_generation_config_that_is_set_is_followed(make: Callable[[], nn.Module]) -> None:
+    """Invariant 149."""
+    model = attached(make())
+    asked = GenerationConfig(max_new_tokens=3, min_new_tokens=3, do_sample=False, pad_token_id=0, eos_token_id=2)
+    asked.decoder_start_token_id = 0
+    model.generation_config = asked
+    assert model.host.generation_config is model.generation_config is asked
+    ids = tiny.text(2)
+    start = 1 if model.kind == "encoder_decoder" else ids.shape[1]
+    assert model.generate(ids, memory=tiny.memory(2)).shape[1] == start + 3
+
+
+def test_a_trainer_that_sets_a_generation_config(tmp_path: Any) -> None:
+    """Invariant 149."""
+    model, asked = (
+        attached(t5()),
+        GenerationConfig(max_new_tokens=4, decoder_start_token_id=0, pad_token_id=0),
+    )
+    Seq2SeqTrainer(model=model, args=Seq2SeqTrainingArguments(tmp_path, generation_config=asked, use_cpu=True))
+    assert model.host.generation_config.max_new_tokens == 4
+
+
+def test_whatever_the_host_has_is_set_and_deleted_on_it() -> None:
+    """Invariant 149."""
+    host = tiny.make("llama")
+    host.note = "a plain attribute"
+    host.register_buffer("table", torch.zeros(3))
+    model, ids = attached(host), tiny.text(1)
+
+    def loss(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.tensor(7.0)
+
+    head, config = nn.Linear(32, 5, bias=False), tiny.config("llama")
+    for name, value in {
+        "note": "another",
+        "table": torch.ones(3),
+        "config": config,
+        "loss_function": loss,  # a property with a setter
+        "lm_head": head,
+        "main_input_name": "inputs_embeds",  # of the class
+    }.items():
+        setattr(model, name, value)
+        assert getattr(host, name) is getattr(model, name) is value
+        assert name not in vars(model) and name not in {*model._modules, *model._buffers}
+    assert model(ids, memory=tiny.memory(1)).logits.shape[-1] == 5
+    assert float(model(ids, labels=ids).loss) == 7
+    with pytest.raises(AttributeError):
+        model.device = "cpu"  # as on the host
+    for name in ("note", "table", "main_input_name"):
+        delattr(model, name)
+    assert not hasattr(host, "note") and not hasattr(host, "table") and not hasattr(model, "note")
+    assert host.main_input_name == model.main_input_name == "input_ids"
+    with pytest.raises(AttributeError):
+        del model.note
+
+
+def test_what_the_adapted_model_has_stays_its_own() -> None:
+    """Invariant 149: also where the host has an attribute of the same name."""
+    host = tiny.make("llama")
+    host.path, host.active, host.require_memory = "host", "host", "host"
+    model = attached(host)
+    model.require_memory, model.active = True, []
+    model.remark = "of neither"
+    model._mark = "of a library"
+    model.extra = nn.Linear(2, 3)
+    assert (host.path, host.active, host.require_memory) == ("host", "host", "host")
+    assert model.path == "model.layers"
+    assert not any(hasattr(host, name) for name in ("remark", "_mark", "extra"))
+    assert "extra" in model._modules and any(name.startswith("extra") for name in model.state_dict())
+    del model.remark, model._mark, model.extra
+    assert not hasattr(model, "remark")
+
+
+def test_a_host_of_peft_has_them_where_they_are_read() -> None:
+    """Invariant 149: on the model that peft has wrapped, which peft reads and does not set."""
+    model = attached(lora())
+    inner = model.host.get_base_model()
+    inner.note = 1
+    model.note = 2
+    assert inner.note == model.note == 2 and "note" not in vars(model.host)
+    del model.note
+    assert not hasattr(inner, "note")
+
+
+def test_a_host_of_diffusers() -> None:
+    """Invariant 149."""
+    unet = tiny_unets.make()
+    unet.note = 1
+    model = mmattn.attach(unet, mmattn.DecoupledAdapter(memory_dim=7))
+    model.note = 2
+    assert unet.note == 2 and model.unload() is unet and unet.note == 2

@@ -258,9 +258,3 @@ def test_hosts_in_half(family, dtype, tmp_path):
     assert torch.equal(run(model, batch, memory=tiny.memory(2), adapter_scale=0.0), alone)
     model.unload()
     assert torch.equal(run(host, batch), alone)
-
-
-def test_half_is_torchs():
-    """`model.half()` casts an adapted host."""
-    model = tiny_transformers.attach(make("FluxTransformer2DModel"))
-    assert model.half() is model and model.host.dtype == torch.float16

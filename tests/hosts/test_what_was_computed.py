@@ -15,7 +15,7 @@ import mmattn
 from mmattn.errors import MmattnError
 from tests.computed import Cache, Change, all_of, distance, outcome, outcome_of_files
 from tests.computed_changes import config_changes, setting_changes
-from tests.hosts.host_caches import BY_NAME, CACHES, FAMILIES, TUNERS, is_heard, lm, put_on, unet
+from tests.hosts.host_caches import BY_NAME, CACHES, FAMILIES, is_heard, lm, unet
 from tests.hosts.host_changes import (
     ADAPTER,
     ADAPTER_AND_BACK,
@@ -27,7 +27,6 @@ from tests.hosts.host_changes import (
     IN_BLOCK,
     LORA,
     OF_LM,
-    OF_TUNER,
     PEFT,
 )
 
@@ -45,7 +44,6 @@ FOLLOWING = (
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),  # by peft
     pytest.mark.filterwarnings("ignore:Already found a .peft_config. attribute:UserWarning"),
-    pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning"),  # by peft's SHiRA
 ]
 
 
@@ -97,18 +95,6 @@ def test_each_setting_of_the_modules_of_a_host_is_noticed(family: str, name: str
     changes = [one for one in setting_changes(lm(family).host) if "inv_freq" not in one.name]
     changes = [one for one in changes if is_heard(family, one.apply)]
     _all_changes(changes, BY_NAME[name], tmp_path, least=3, family=family)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("tuner", TUNERS)
-@pytest.mark.parametrize(
-    "name", ["prepared inserted", "passages", "passage folder", "passage file", "hidden states", "prompts"]
-)
-def test_each_kind_of_adapter_of_peft_is_noticed(name: str, tuner: str, tmp_path: Path) -> None:
-    """Invariant 197: put on, switched off, its weights changed, taken off."""
-    added = Change("put on", lambda subject: put_on(subject.host, tuner) and None)
-    _all_changes([added], BY_NAME[name], tmp_path, least=1)
-    _all_changes(OF_TUNER, BY_NAME[name], tmp_path, least=2, tuner=tuner)
 
 
 def _all_changes(changes: Sequence[Change], cache: Cache, folder: Path, *, least: int, **options: Any) -> None:

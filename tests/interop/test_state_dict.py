@@ -1,18 +1,28 @@
-"""The state dict of an adapted model: what is trained, with the adapters' settings, and never the frozen host."""
+"""The state dict of an adapted model and `save_pretrained`: what is trained, with its settings, never the host."""
 
 from __future__ import annotations
 
+import copy
+import io
 import json
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.checkpoint import state_dict as dcp
+from transformers import AutoModel, AutoModelForSeq2SeqLM
 
 import mmattn
-from mmattn.errors import AdapterFileError
-from tests import tiny
+from mmattn import training
+from mmattn.errors import AdapterFileError, AttachError, ConditionError, ConfigError
+from tests import tiny, tiny_transformers, tiny_unets
+from tests.families.building import tiny_model
 
 # peft 0.21 asks transformers 5.23 by the old name.
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
@@ -109,3 +119,135 @@ def test_of_another_host(tmp_path):
         mmattn.load(tiny.make("llama", hidden_size=64), tmp_path)
     written = json.loads(bytes(load_file(tmp_path / "model.safetensors")[SETTINGS].tolist()))
     assert written["kind"] == "gated" and written["host"]["fingerprint"] is None
+
+
+@pytest.fixture
+def model():
+    """With two adapters."""
+    made = tiny.attach(tiny.make("llama"))
+    tiny.attach(made, name="style", layers=(1,))
+    return tiny.open_gates(made)
+
+
+def files(folder: Path) -> set[str]:
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+
+
+ADAPTER = {"README.md", "adapter_config.json", "adapter_model.safetensors"}
+
+
+def test_the_adapters_are_written_and_loaded_again(model, tmp_path):
+    model.save_pretrained(tmp_path / "both")
+    assert files(tmp_path / "both") == ADAPTER | {f"style/{name}" for name in ADAPTER}
+    ids, memory = tiny.text(ROWS), tiny.memory(ROWS)
+    again = mmattn.load(mmattn.load(tiny.make("llama"), tmp_path / "both"), tmp_path / "both", "style")
+    with torch.no_grad():
+        for names in ("default", "style", ["default", "style"]):
+            model.set_adapter(names)
+            again.set_adapter(names)
+            assert torch.equal(again(ids, memory=memory).logits, model(ids, memory=memory).logits), names
+
+
+def test_some_are_written_and_other_processes_write_nothing(model, tmp_path):
+    model.save_pretrained(tmp_path / "one", selected_adapters=["style"], encoder="clip")
+    assert files(tmp_path / "one") == {f"style/{name}" for name in ADAPTER}
+    assert '"encoder": "clip"' in (tmp_path / "one" / "style" / "adapter_config.json").read_text()
+    assert "style" in mmattn.load(tiny.make("llama"), tmp_path / "one", "style").adapters
+    model.save_pretrained(tmp_path / "none", is_main_process=False)
+    assert not (tmp_path / "none").exists()
+
+
+def test_keywords_of_other_libraries(model, tmp_path):
+    """Those of transformers' and peft's `save_pretrained`, with the values that ask for nothing."""
+    nothing = {"safe_serialization": True, "state_dict": None, "push_to_hub": False, "token": None, "variant": None}
+    model.save_pretrained(tmp_path, **nothing, max_shard_size="1GB", save_embedding_layers="auto")
+    assert files(tmp_path) >= set(ADAPTER)
+
+
+def test_what_cannot_be(model, tmp_path):
+    with pytest.raises(AttachError, match=r"\['other'\].*attached: default, style"):
+        model.save_pretrained(tmp_path / "a", selected_adapters=["default", "other"])
+    for option in ({"push_to_hub": True}, {"state_dict": {}}, {"merge": None}):
+        with pytest.raises(ConfigError, match=next(iter(option))):
+            model.save_pretrained(tmp_path / "a", **option)
+    bare = mmattn.attach(tiny_unets.make())
+    with pytest.raises(AttachError, match=r"attached: none. The host.* model\.host\.save_pretrained\(folder\)"):
+        bare.save_pretrained(tmp_path / "a")
+    assert not (tmp_path / "a").exists()
+    for owner in (model, type(model)):
+        with pytest.raises(ConditionError, match=r"mmattn\.load\(host, folder\)"):
+            owner.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("attach", "make"), [(tiny.attach, lambda: tiny.make("llama")), (tiny_unets.attach, tiny_unets.make)]
+)
+def test_pickling_names_the_verb(attach, make):
+    """Invariant 39: of the adapted model, and of its host; unloaded, it is pickled as it was."""
+    model = attach(make())
+    for save in (pickle.dumps, lambda thing: torch.save(thing, io.BytesIO())):
+        for thing in (model, model.host):
+            with pytest.raises(TypeError, match="save_adapter"):
+                save(thing)
+    host = model.unload()
+    again = pickle.loads(pickle.dumps(host))
+    assert all(torch.equal(value, again.state_dict()[name]) for name, value in host.state_dict().items())
+
+
+HOSTS: dict[str, tuple[Callable[[], Any], Any]] = {
+    "language model": (lambda: tiny.make("llama"), mmattn.GatedAdapter(tiny.MEMORY_DIM, every=1)),
+    "joined": (lambda: tiny.make("llama"), mmattn.adapters.JoinedAdapter(tiny.MEMORY_DIM, every=1)),
+    "prefix": (lambda: tiny.make("llama"), mmattn.adapters.PrefixAdapter(3)),
+    "LoRA": (lambda: training.add_lora(tiny.make("llama"), 2), mmattn.GatedAdapter(tiny.MEMORY_DIM, every=1)),
+    "encoder": (
+        lambda: tiny_model("bert", AutoModel),
+        mmattn.GatedAdapter(tiny.MEMORY_DIM, every=1),
+    ),
+    "encoder and decoder": (
+        lambda: tiny_model("t5", AutoModelForSeq2SeqLM),
+        mmattn.GatedAdapter(tiny.MEMORY_DIM, every=1),
+    ),
+    "UNet": (tiny_unets.make, mmattn.DecoupledAdapter(tiny.MEMORY_DIM)),
+    "transformer": (tiny_transformers.make, mmattn.DecoupledAdapter(tiny.MEMORY_DIM)),
+}
+
+
+def adapted(name: str, seed: int) -> Any:
+    """A host with two adapters of this kind, their values random."""
+    make, adapter = HOSTS[name]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        model = mmattn.attach(make(), adapter)
+        model.add_adapter("second", adapter)
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            for parameter in trained(model).values():
+                parameter.normal_(0, 0.3)
+    return model
+
+
+def trained(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+@pytest.mark.parametrize("nested", [False, True], ids=["alone", "in a module"])
+@pytest.mark.parametrize("name", list(HOSTS))
+def test_the_state_of_one_is_set_on_another(name: str, nested: bool) -> None:
+    """Invariant 158: of model and optimizer, with the names that they have."""
+    models, optimizers = [adapted(name, seed) for seed in (0, 1)], []
+    for model in models:
+        optimizers.append(torch.optim.AdamW(trained(model).values(), lr=0.1))
+        for parameter in trained(model).values():
+            parameter.grad = torch.ones_like(parameter)
+    optimizers[0].step()
+    roots = [nn.ModuleDict({"net": model}) if nested else model for model in models]
+    state = copy.deepcopy(dcp.get_model_state_dict(roots[0]))
+    assert {key for key in state if not key.endswith("adapter_config")} == set(trained(roots[0]))
+    assert not any(dcp.set_model_state_dict(roots[1], state))
+    values = copy.deepcopy(dcp.get_optimizer_state_dict(roots[0], optimizers[0]))
+    dcp.set_optimizer_state_dict(roots[1], optimizers[1], values)
+    for optimizer in optimizers:
+        optimizer.step()
+    assert trained(models[0])
+    for key, value in trained(models[0]).items():
+        assert torch.equal(value, trained(models[1])[key]), key

@@ -51,23 +51,6 @@ def test_a_memory_that_trl_drops_is_missed(unused: bool, tmp_path: Path) -> None
     assert tokenised.unmoved(model, before) == []
 
 
-@pytest.mark.slow
-def test_evaluation_and_rows_without_a_memory(tmp_path: Path) -> None:
-    rows = tokenised.rows(6)
-    for row in rows[::2]:
-        row["memory"] = None
-    model = tiny.attach(tiny.make("llama"))
-    collator = training.MemoryCollator(DataCollatorForLanguageModeling(pad_token_id=0), memory_dim=tiny.MEMORY_DIM)
-    made = trainer(tmp_path, model, tokenised.datasets.Dataset.from_list(rows), collator, max_steps=2)
-    before = tokenised.weights(model)
-    made.train()
-    assert tokenised.unmoved(model, before) == []
-    loss = made.evaluate(tokenised.dataset(4))["eval_loss"]
-    batch = collator(tokenised.rows(4))
-    with torch.no_grad():
-        assert loss == pytest.approx(float(model.eval()(**batch).loss), rel=1e-4)
-
-
 def test_a_lora_beside_the_adapter(tmp_path: Path) -> None:
     """Put on the host by peft; TRL's own `peft_config` would put it on the adapter, and is refused."""
     config = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
@@ -93,14 +76,3 @@ def test_prompts_of_peft_are_refused() -> None:
     model = tiny.attach(host)
     with pytest.raises(ConditionError, match="leave the prompts out"):
         model.base_model(tiny.text(2), memory=tiny.memory(2))
-
-
-def test_the_base_model_is_the_host_without_its_head() -> None:
-    model, ids, memory = tiny.attach(tiny.make("llama")), tiny.text(2), tiny.memory(2)
-    with torch.no_grad():
-        states = model.base_model(input_ids=ids, memory=memory).last_hidden_state
-        assert torch.equal(model.host.lm_head(states), model(ids, memory=memory).logits)
-        assert torch.equal(model.base_model(ids).last_hidden_state, model.host.model(ids).last_hidden_state)
-    assert model.base_model.layers is model.host.model.layers
-    with pytest.raises(ConditionError, match="adapter_scale= was given without memory="):
-        model.base_model(ids, adapter_scale=0.5)

@@ -10,25 +10,15 @@ import torch
 
 import mmattn
 from tests import tiny
+from tests.hosts.causal_lm.test_settings import SETTINGS as GATED
 from tests.tiny import assert_close
 
 ROWS, LENGTH, ENTRIES, SLOTS, HITS = 3, 7, 23, 5, 11
 
-SETTINGS = {
-    "plain": {},
-    "gates per head": {"gate": "head"},
-    "gates per channel, no feed-forward": {"gate": "channel", "feed_forward": 0},
-    "grouped heads": {"num_heads": 4, "num_kv_heads": 2},
-    "one key head": {"num_heads": 3, "num_kv_heads": 1},
-    "query and key norm": {"qk_norm": True},
-    "null slot": {"null_slot": True},
-    "null slot and length norm": {"null_slot": True, "length_norm": 17.0},
-    "score bias": {"score_bias": True},
-    "standardised scores": {"score_bias": True, "score_mean": 0.7, "score_std": 0.3, "null_slot": True},
-    "score bias and null slot": {"score_bias": True, "null_slot": True, "num_heads": 4, "num_kv_heads": 2},
-    "resampler": {"resampler": mmattn.Resampler(num_latents=3, depth=2, num_heads=2)},
-    "latest hit": {"visible_segments": "latest"},
-}
+OF_BLOCKS = ("before the layer", "length norm", "RMS norm", "no memory norm", "SwiGLU")
+SETTINGS = {name: setting for name, setting in GATED.items() if name not in OF_BLOCKS}
+SETTINGS |= {"null slot and length norm": {"null_slot": True, "length_norm": 17.0}}
+SETTINGS |= {"plain": {}, "latest hit": {"visible_segments": "latest"}}
 settings = pytest.mark.parametrize("setting", SETTINGS.values(), ids=list(SETTINGS))
 
 

@@ -186,25 +186,14 @@ def train(model):
     torch.optim.AdamW(model.adapters.parameters(), lr=0.05).step()
 
 
-def replace(model):
-    tiny.attach(model.host, name="other")
-    model.delete_adapter("default")
-    tiny.attach(model.host, num_heads=2, head_dim=8)
-    model.set_adapter("default")
-
-
-CHANGES = {"trained": train, "loaded": reload, "another dtype": lambda model: model.double(), "replaced": replace}
-
-
-@pytest.mark.parametrize("change", CHANGES.values(), ids=list(CHANGES))
-def test_pages_of_other_weights_are_never_used(model, change, tmp_path):
+def test_pages_of_other_weights_are_never_used(model, tmp_path):
     memory, found = entries(), hits()
     bank = model.bank(memory)
     before, used = bank.gather(**found), bank.gather(**found)
     old, _ = answer(model, used)
-    change(model)
+    train(model)
     want, _ = answer(model, by_hand(memory, **found))
-    assert change is replace or not torch.equal(want, old)
+    assert not torch.equal(want, old)
     for prepared in (before, used):
         assert_close(answer(model, prepared)[0], want, 1e-6)
     for refused in (

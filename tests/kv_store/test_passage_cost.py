@@ -111,19 +111,6 @@ def test_masks_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert operations[7] - operations[2] <= 2 * (7 - 2)
 
 
-def test_layers_that_rotate_alike_are_one_tensor() -> None:
-    """Invariant 210: layers of a host whose keys rotate by two frequencies are in two groups, each whole."""
-    for family, count_of_groups in (("llama", 1), ("gemma3_text", 2), ("gpt2", 1)):
-        model, passages = reader(family, **({"num_hidden_layers": 7} if family == "gemma3_text" else {}))
-        adapter = model.adapter("default")
-        groups = adapter.groups()
-        assert len(groups) == count_of_groups
-        assert sorted(layer for group in groups for layer in group.layers) == list(adapter.layers)
-        slots = passages.select([[2, 0]]).slots(adapter)
-        whole = {one.untyped_storage().data_ptr() for one in slots.keys.values()}
-        assert len(whole) == count_of_groups
-
-
 def alone(self: PassageLayers) -> list[LayerGroup]:
     """Each layer in a group of its own, as on a host whose layers are on several devices."""
     return [

@@ -174,6 +174,18 @@ RUNS = {
         SENSOR,
         (("audio only", "audio, the adapter without a sensor"),),
     ),
+    "listen series": Run(
+        "listen",
+        {
+            "part": "series",
+            "series": {"samples": 1100, "patch": 50, "train": 7, "held_out": 11},
+            "lm": {**STEPS, "width": 16, "heads": 2, "layers": 2},
+            "describing": {"optim": STEPS, "adapter": SMALL},
+        },
+        ("frozen LM, no series", *(f"adapter, {which} series" for which in ("its", "another's", "no")),
+         "LoRA, no series"),
+        (("frozen LM, no series", "adapter, no series"),),
+    ),
     "translate": Run(
         "translate",
         {

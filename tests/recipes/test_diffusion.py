@@ -16,9 +16,8 @@ from PIL import Image
 
 import mmattn
 from mmattn import inspect
-from mmattn.cli.app import main
 from mmattn.encoders.style import InkProcessor
-from mmattn.errors import ConfigError, ImageError, TextError
+from mmattn.errors import ConfigError
 from mmattn.pipelines import load_diffusion_host
 from tests import tiny, tiny_pipeline
 from tests.recipes.runs import DIFFUSION
@@ -59,10 +58,9 @@ def test_stage_a_trains_by_its_settings(recipe: SimpleNamespace) -> None:
         return list(steps)
 
     assert train() == train()
-    changes: dict[str, Any] = {
-        "adam_beta2": 0.5, "lr_scheduler_type": "linear", "weight_decay": 0.5, "max_grad_norm": 0.01
-    }  # fmt: skip
-    for name, value in changes.items():
+    for name, value in (
+        ("adam_beta2", 0.5), ("lr_scheduler_type", "linear"), ("weight_decay", 0.5), ("max_grad_norm", 0.01)
+    ):  # fmt: skip
         assert train(**{name: value}) != train(), name
 
 
@@ -151,15 +149,11 @@ def test_stage_a_with_a_unet(base: Path) -> None:
     for trace in inspect.load_traces(base):
         assert (trace.words[0], trace.words[-1], trace.queries) == ("[begin]", "[end]", "sources")
         assert torch.allclose(trace.weights.sum(2), torch.ones(()), atol=1e-4), "attention sums to 1"
-    rows = json.loads((base / "table.json").read_text())["rows"]
-    assert [row["name"] for row in rows] == ["1", "1.1", "1.3", "2", "3", "5"]
     prompts = load_diffusion_host(base).prompts
     text, mask = prompts(["a seven", "a thick seven slanted left"])
     assert text.shape[:2] == mask.shape and mask.sum(1).tolist() == [4, 7]
     _, mask = prompts(["a seven", None])
     assert mask.sum(1).tolist() == [4, 0], "a row without a sentence reads nothing"
-    with pytest.raises(TextError, match="'a purple seven' has words this model never saw"):
-        prompts(["a seven", "a purple seven"])
 
 
 @pytest.mark.slow
@@ -213,7 +207,7 @@ def test_a_masked_example_changes_nothing_in_the_control(recipe: SimpleNamespace
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["unet", "transformer"])
 def test_stage_b_and_drawing(
-    recipe: SimpleNamespace, kind: str, tmp_path: Path, capsys: Any, request: pytest.FixtureRequest
+    recipe: SimpleNamespace, kind: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     stage_a, out = request.getfixturevalue({"unet": "base"}.get(kind, kind)), tmp_path / "style"
     before = {path.name: path.read_bytes() for path in (stage_a / kind).iterdir()}
@@ -227,18 +221,13 @@ def test_stage_b_and_drawing(
     assert grids == ([None, (4, 4)] * 4 if kind == "unet" else [(4, 4)] * 4)
     assert all(torch.allclose(trace.weights.sum(2), torch.ones(()), atol=1e-4) for trace in traces)
 
-    example, pictures = tmp_path / "like.png", {}
-    Image.fromarray((255 - 255 * strokes(slant=0.3)[0, 0]).byte().numpy()).save(example)
-    command = ["draw", "a thick seven", "--adapter", str(out / "adapter"), "--num-inference-steps", "2", "--seed", "3"]
-    capsys.readouterr()
-    for name, more in {"plain": [], "off": ["--like", str(example), "--adapter-scale", "0"]}.items():
-        with pytest.raises(SystemExit) as ended:
-            main([*command, "-o", str(tmp_path / f"{name}.png"), *more])
-        assert ended.value.code == 0
-        pictures[name] = Image.open(tmp_path / f"{name}.png").tobytes()
-        stdout, stderr = capsys.readouterr()
-        assert f"{name}.png" in stdout and "Loading weights" not in stderr
-    assert pictures["off"] == pictures["plain"] and len(pictures["plain"]) == 256**2
+    example = Image.fromarray((255 - 255 * strokes(slant=0.3)[0, 0]).byte().numpy())
+    pipe: Any = mmattn.pipeline(out / "adapter", device="cpu")
+    plain, off = (
+        pipe("a thick seven", num_inference_steps=2, generator=torch.Generator().manual_seed(3), **more).tobytes()
+        for more in ({}, {"images": example, "adapter_scale": 0.0})
+    )
+    assert plain == off
 
 
 @pytest.mark.slow
@@ -277,24 +266,6 @@ def test_examples_are_brought_to_the_frame_of_the_digits(data: Any) -> None:
         assert torch.allclose(InkProcessor(16)([1 - canvas]), ink, atol=0.02), "light on dark is the same"
         correlations.append(torch.corrcoef(torch.stack([ink.flatten(), digit.flatten()]))[0, 1])
     assert torch.stack(correlations).mean() > 0.9
-    with pytest.raises(ImageError, match="shows nothing"):
-        InkProcessor(16)([torch.full((9, 9), 0.5)])
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--num-inference-steps", "0"], "num_inference_steps must"),
-        (["--like", "none.png"], "there is no file 'none.png'"),
-        (["--adapter-scale", "nan"], "adapter_scale must"),
-        (["--guidance-scale", "inf"], "guidance_scale must"),
-    ],
-)
-def test_bad_options_of_draw(tmp_path: Path, capsys: Any, arguments: list[str], message: str) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["draw", "a seven", *arguments, "-o", str(tmp_path / "out.png")])
-    assert ended.value.code == 2 and message in capsys.readouterr().err
-    assert not (tmp_path / "out.png").exists()
 
 
 def test_a_folder_without_a_host(tmp_path: Path) -> None:

@@ -317,20 +317,12 @@ class TestBeforeTheFirstStep:
             recipe.train.main(asked)
         assert not (tmp_path / "run" / "checkpoints").exists()
 
-    def test_a_control_that_cannot_be(
-        self, recipe: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    @pytest.mark.parametrize("package", ["peft", "matplotlib"])
+    def test_what_a_control_or_a_plot_needs_is_missing(
+        self, recipe: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str
     ) -> None:
         """Invariant 131."""
-        monkeypatch.setitem(sys.modules, "peft", None)
-        with pytest.raises(MissingExtraError, match="peft"):
-            recipe.train.main(short(tmp_path))
-        assert not (tmp_path / "run" / "checkpoints").exists()
-
-    def test_plots_that_cannot_be(
-        self, recipe: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """Invariant 131."""
-        monkeypatch.setitem(sys.modules, "matplotlib", None)
-        with pytest.raises(MissingExtraError, match="matplotlib"):
+        monkeypatch.setitem(sys.modules, package, None)
+        with pytest.raises(MissingExtraError, match=package):
             recipe.train.main(short(tmp_path))
         assert not (tmp_path / "run" / "checkpoints").exists()

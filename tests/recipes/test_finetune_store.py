@@ -86,10 +86,6 @@ class TestRuns:
         assert len(names) == 4 and (out / "attention.safetensors").is_file()
         said = json.loads((out / "adapter" / "adapter_config.json").read_text())
         assert said["encoder"] == training_encoder().fingerprint
-        capsys.readouterr()
-        monkeypatch.undo()
-        code, printed, err = call(capsys, "caption", FLORA / "daffodil.png", "--adapter", out / "adapter")
-        assert code == 0 and printed.startswith(f"{FLORA / 'daffodil.png'}: "), err
 
     def test_it_measures_what_it_would_without_the_store(
         self, recipe: SimpleNamespace, store: Path, tmp_path: Path

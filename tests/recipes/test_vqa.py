@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +14,8 @@ from pydantic import ValidationError
 
 import mmattn
 from mmattn import models, pipelines, training
-from tests.models.test_pretrained import need
+from tests.models.test_pretrained import need, need_espeak
+from tests.recipes.runs import settings_of
 
 
 @pytest.fixture(scope="module")
@@ -48,9 +50,10 @@ def test_questions_in_four_spellings(recipe: SimpleNamespace, tokenizer: Any) ->
         assert data.spelled[prompt] in recipe.data.spellings(data.texts[text])
 
 
-def test_no_setting_is_dropped_beside_start(recipe: SimpleNamespace) -> None:
+@pytest.mark.parametrize("given", [{"adapter": {"num_heads": 3}}, {"spoken": True}])
+def test_no_setting_is_dropped_beside_start(recipe: SimpleNamespace, given: dict[str, Any]) -> None:
     with pytest.raises(ValidationError, match="start"):
-        recipe.settings.Config(start="adapter", adapter={"num_heads": 3})
+        recipe.settings.Config(start="adapter", **given)
 
 
 def test_whole_answers_are_trained(recipe: SimpleNamespace, tokenizer: Any) -> None:
@@ -117,6 +120,25 @@ def test_the_adapter_of_a_run(recipe: SimpleNamespace, finished: Callable[[str],
     model = mmattn.load(pipelines.load_language_model("smollm2", "cpu")[0], run / "adapter")
     block = model.adapter("default").block(28)
     assert block.calibration is not None and torch.isfinite(block.calibration.spread).all()
+
+
+@pytest.mark.slow
+def test_a_short_run_with_spoken_questions(recipe: SimpleNamespace, tmp_path: Path) -> None:
+    need("whisper-base"), need_espeak()
+    settings = settings_of("vqa", tmp_path)
+    speech = {"voices": 1, "max_steps": 3, "adapter": settings["adapter"] | {"layers": [26]}}
+    run = recipe.train.main(settings | {"train_questions": 9, "spoken": True, "speech": speech})
+    content = json.loads((run / "table.json").read_text())
+    rows = {row.pop("name"): row for row in content["rows"]}
+    bare, neither = rows["frozen model, neither"], rows["adapters, neither"]
+    assert [bare[kind] for kind in ("all", "yes or no")] == [neither[kind] for kind in ("all", "yes or no")]
+    assert {f"adapters, {kind}" for kind in ("sounds shuffled", "pictures shuffled", "both right")} <= set(rows)
+    assert (run / "loss.png").is_file()
+    assert content["voices"] == {"train": 1, "test": 1} and "1 voices by turns" in (run / "table.md").read_text()
+    lm = pipelines.load_language_model("smollm2", "cpu")[0]
+    model = mmattn.load(lm, run / "speech", "speech")
+    mmattn.load(lm, run / "picture", "picture")
+    assert list(model.adapters) == ["speech", "picture"]
 
 
 @pytest.mark.slow

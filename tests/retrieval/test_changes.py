@@ -10,7 +10,7 @@ import torch
 
 from mmattn import Memory
 from mmattn.errors import ConfigError, IndexMismatchError, ShapeError
-from tests.retrieval.searching import KINDS, METRICS, STORES, WIDTH, Letters, built, held, reference, small
+from tests.retrieval.searching import KINDS, METRICS, STORES, WIDTH, built, held, reference, small
 
 
 @pytest.mark.parametrize("metric", METRICS)
@@ -52,17 +52,6 @@ def test_small_changes_leave_the_structure_as_it_is() -> None:
     assert index.store.version.parts[0].structure is structure and len(index.store.version.parts) == 2
     index.add(torch.randn(1031, WIDTH))
     assert index.store.version.parts[0].structure is not structure and len(index.store.version.parts) == 1
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_update_replaces_what_is_given_and_keeps_the_place(kind: str) -> None:
-    index = built(["one", "two", "three"], kind, encoder=Letters(), metadata=[{"n": 1}, {"n": 2}, {"n": 3}])
-    index.update([1], ["zebra"])
-    assert index[1][:3] == (1, "zebra", {"n": 2}) and index.search("zebra", 1).ids == [[1]]
-    index.update([1, 0], metadata=[{"n": 20}, None])
-    assert index[1][:3] == (1, "zebra", {"n": 20}) and index[0].metadata is None and index.ids == (0, 1, 2)
-    index.update([2], torch.ones(1, 31), texts=["drei"])
-    assert index[2].text == "drei" and index[2].vector.tolist() == [1.0] * 31
 
 
 REFUSED: dict[str, tuple[Any, type[Exception], str]] = {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import hashlib
 import json
 import math
 import random
@@ -21,7 +20,6 @@ from mmattn.errors import AdapterFileError, IndexFileError, NonFiniteError
 from mmattn.hosts import PassageCache
 from mmattn.inspect import Trace, load_traces, save_traces
 from mmattn.inspect.trace import FILE, FORMAT
-from mmattn.retrieval import Index
 from mmattn.storage.safetensors import read_tensors, write_tensors
 from mmattn.training import trainer as trainer_module
 from mmattn.training.trainer import WEIGHTS, load_weights, trained_parameters
@@ -228,48 +226,6 @@ def test_passages_that_no_host_has_read(lie: Any, mapped: bool, tmp_path: Path, 
     write_tensors(tmp_path / "file", {**tensors, **lie[1]}, metadata)
     with pytest.raises(AdapterFileError):
         PassageCache.load(host, tmp_path / "file", mapped=mapped)
-
-
-@pytest.mark.parametrize("store", ["exact", "hnsw"])
-def test_indexes(store: str, tmp_path: Path) -> None:
-    """Invariant 134. An index whose files lie is refused as one, or is sound all the same."""
-    about = [{"k": [n], "x": 0.5} for n in range(5)]
-    Index.build(torch.randn(5, 3), texts=list("abcde"), metadata=about, tokens=tiny.memory(5), store=store).save(
-        tmp_path / "index"
-    )
-    manifest, folder = tmp_path / "index" / "index.json", tmp_path / "index" / "v1"
-    good = {path: path.read_bytes() for path in (manifest, *folder.iterdir())}
-    draw, refused = random.Random(store), 0
-
-    def use() -> Any:
-        index = Index.load(tmp_path / "index")
-        hits = index.search(torch.ones(1, index.dim), top_k=2)
-        entries = [index[name] for row in hits.ids for name in row if name is not None]
-        json.dumps([entry.metadata for entry in entries], allow_nan=False)
-        return [part for entry in entries for part in (entry.vector, entry.tokens) if part is not None]
-
-    assert not refused_or_sound(use)
-    for number in range(90):
-        for path, raw in good.items():
-            path.write_bytes(raw)
-        described = json.loads(good[manifest])
-        if number % 3 == 0:
-            forge(folder / "vectors.safetensors", "mmattn-index-vectors", draw)
-        elif number % 3 == 1:
-            lines = [json.loads(line) for line in (folder / "entries.jsonl").read_bytes().splitlines()]
-            change_json(draw, lines)
-            text = "\n".join(map(json.dumps, lines)).replace("0.5", draw.choice(["0.5", "0.5", "1e999"]))
-            (folder / "entries.jsonl").write_text(text + "\n")
-        else:
-            change_json(draw, described["about"])
-        for name in described["files"]:
-            raw = (folder / name).read_bytes()
-            described["files"][name] = {"bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
-        del described["sha256"]
-        described["sha256"] = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
-        manifest.write_text(json.dumps(described))
-        refused += refused_or_sound(use)
-    assert refused > 30
 
 
 def test_checkpoints(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import json
 import os
 import random
@@ -13,18 +12,10 @@ import pytest
 import safetensors.torch
 import torch
 
-import mmattn.storage.safetensors
 from mmattn.errors import ConfigError
 from mmattn.storage.json_files import read_json, write_json
 from mmattn.storage.safetensors import fingerprint, read_header, read_tensors, write_tensors
 from tests.storage.tensor_files import META, example, litter, same_bits
-
-
-def test_docstring_examples_run() -> None:
-    for module in (mmattn.storage.safetensors,):
-        result = doctest.testmod(module, extraglobs={"torch": torch})
-        assert result.attempted >= 3
-        assert result.failed == 0
 
 
 class TestRoundTrip:

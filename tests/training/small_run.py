@@ -65,6 +65,12 @@ def collator(folder: Path) -> training.RowCollator:
     return training.RowCollator(Letters())
 
 
+def arguments(folder: Path, **more: Any) -> TrainingArguments:
+    """Of a training on the CPU that saves nothing, unless told, and reports to nobody."""
+    quiet = {"save_strategy": "no", "report_to": "none", "disable_tqdm": True}
+    return TrainingArguments(str(folder), **quiet | {"use_cpu": True, "dataloader_pin_memory": False} | more)
+
+
 class Killed(training.AdapterTrainer):
     """Ends this process, as `kill -9` does, in the micro-batch or the save that is named, counted from 1."""
 
@@ -100,21 +106,19 @@ def run(
     eval_rows: Any = None,
     callbacks: Any = None,
     gate_learning_rate: float = 0.1,
-    **arguments: Any,
+    **given: Any,
 ) -> training.AdapterTrainer:
     """Train for nine steps of six rows in two micro-batches, with everything that a checkpoint must bring back."""
     model = attach(**{"dropout": dropout} | (adapter or {})) if model is None else model
     chosen = {
-        "output_dir": str(folder / "checkpoints"), "max_steps": 9, "gradient_accumulation_steps": 2,
-        "per_device_train_batch_size": 3, "learning_rate": 1e-2, "weight_decay": 0.1, "warmup_steps": 2,
-        "eval_strategy": "steps", "eval_steps": 3, "save_steps": 2, "save_total_limit": 2, "logging_steps": 1,
-        "report_to": "none", "use_cpu": True, "disable_tqdm": True, "dataloader_pin_memory": False,
-        "prediction_loss_only": True,
+        "max_steps": 9, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 3, "learning_rate": 1e-2,
+        "weight_decay": 0.1, "warmup_steps": 2, "eval_strategy": "steps", "eval_steps": 3, "save_strategy": "steps",
+        "save_steps": 2, "save_total_limit": 2, "logging_steps": 1, "prediction_loss_only": True,
     }  # fmt: skip
     held_out = rows(5) if eval_rows is None else eval_rows
     trainer = Killed(
         model,
-        TrainingArguments(**chosen | arguments),
+        arguments(folder / "checkpoints", **chosen | given),
         data_collator=collator(folder),
         train_dataset=rows() if data is None else data,
         eval_dataset={"right": held_out, "shuffled": shuffled(held_out)},

@@ -13,7 +13,6 @@ from transformers import (
     AutoModelForSequenceClassification,
     LlamaForCausalLM,
     PreTrainedModel,
-    TrainingArguments,
 )
 from transformers.modeling_outputs import CausalLMOutput
 
@@ -21,6 +20,7 @@ import mmattn
 from mmattn import training
 from tests import tiny
 from tests.families.building import tiny_model
+from tests.training import small_run
 
 #: Targets of each row: those of a micro-batch are never as many as those of another.
 LENGTHS = (7, 2, 5, 3, 11)
@@ -75,11 +75,9 @@ def weights_after_a_step(kind: str, folder: Path, size: int, accumulation: int, 
     before = torch.cat([one.detach().flatten().clone() for one in model.adapters.parameters()])
     given: dict[str, Any] = {"per_device_train_batch_size": size, "gradient_accumulation_steps": accumulation}
     given |= {"num_train_epochs": 1, "optim": "sgd", "learning_rate": 1.0, "max_grad_norm": 0.0} | more
-    given |= {"lr_scheduler_type": "constant", "save_strategy": "no", "report_to": "none", "use_cpu": True}
-    args = TrainingArguments(str(folder), disable_tqdm=True, dataloader_pin_memory=False, **given)
     trainer = training.AdapterTrainer(
         model=model,
-        args=args,
+        args=small_run.arguments(folder, lr_scheduler_type="constant", **given),
         train_dataset=list(range(len(LENGTHS))),
         data_collator=lambda rows: collated(kind, rows),
         optimizers=(torch.optim.SGD(model.adapters.parameters(), lr=1.0), None),
@@ -121,10 +119,7 @@ def test_a_loss_of_evaluation_is_that_of_all_targets(kind: str, outputs: bool, t
     tiny.open_gates(model)
     found = []
     for size in (2, 5):
-        args = TrainingArguments(
-            str(tmp_path), per_device_eval_batch_size=size, disable_tqdm=True, dataloader_pin_memory=False,
-            report_to="none", use_cpu=True,
-        )  # fmt: skip
+        args = small_run.arguments(tmp_path, per_device_eval_batch_size=size)
         metrics = (lambda prediction: {}) if outputs else None
         trainer = training.AdapterTrainer(
             model, args, data_collator=lambda rows: collated(kind, rows), compute_metrics=metrics

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import TrainingArguments
 
 from mmattn import training
 from mmattn.errors import NonFiniteError
@@ -23,6 +22,9 @@ pytestmark = [
 ]
 
 
+ON_A_CARD = {"use_cpu": False, "dataloader_pin_memory": True}
+
+
 def rows() -> list[training.Row]:
     """Rows with a memory, of one length each: a host reads whether its text is padded."""
     return [training.Row("abcdefgh", memory=row.memory) for row in small_run.rows() if row.has_memory]
@@ -30,10 +32,9 @@ def rows() -> list[training.Row]:
 
 def waits_of(folder: Path, steps: int) -> int:
     """Train for some steps; returns how often torch warns of a wait."""
-    arguments = TrainingArguments(
-        output_dir=str(folder), max_steps=steps, per_device_train_batch_size=4, logging_steps=100, save_strategy="no",
-        report_to="none", disable_tqdm=True,
-    )  # fmt: skip
+    arguments = small_run.arguments(
+        folder, max_steps=steps, per_device_train_batch_size=4, logging_steps=100, **ON_A_CARD
+    )
     trainer = training.AdapterTrainer(
         small_run.attach(), arguments, data_collator=small_run.collator(folder), train_dataset=rows()
     )
@@ -59,9 +60,9 @@ def test_batches_of_workers(tmp_path: Path) -> None:
     """Invariant 214: workers make them, the loader pins them, and they are copied while the card works."""
     pinned = training.TextBatch(torch.ones(2, 3), None, torch.ones(2, 3), rows()[0].memory).pin_memory()
     assert pinned.input_ids.is_pinned() and pinned.labels.is_pinned() and pinned.memory.tokens.is_pinned()  # type: ignore[union-attr]
-    arguments = TrainingArguments(
-        output_dir=str(tmp_path), max_steps=5, per_device_train_batch_size=3, logging_steps=2, save_strategy="no",
-        dataloader_num_workers=2, report_to="none", disable_tqdm=True, bf16=True,
+    arguments = small_run.arguments(
+        tmp_path, max_steps=5, per_device_train_batch_size=3, logging_steps=2, dataloader_num_workers=2, bf16=True,
+        **ON_A_CARD,
     )  # fmt: skip
     trainer = training.AdapterTrainer(
         model=small_run.attach(), args=arguments, data_collator=small_run.collator(tmp_path / "memories"),

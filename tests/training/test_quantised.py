@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig, TrainingArguments
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
 
 import mmattn
 from mmattn import training
@@ -162,10 +162,9 @@ def test_a_lora_knows_the_sizes_of_packed_weights(folder: Path, kind: str, tmp_p
 
 def test_the_trainer_takes_it(folder: Path, kind: str, tmp_path: Path) -> None:
     model = tiny.attach(load(folder, kind), opened=False)
-    given = {"max_steps": 2, "save_strategy": "no", "report_to": "none", "use_cpu": True, "disable_tqdm": True}
     made = training.AdapterTrainer(
         model=model,
-        args=TrainingArguments(str(tmp_path), dataloader_pin_memory=False, learning_rate=1e-2, **given),
+        args=small_run.arguments(tmp_path, max_steps=2, learning_rate=1e-2),
         data_collator=small_run.collator(tmp_path),
         train_dataset=small_run.rows(),
     )
@@ -214,10 +213,7 @@ def test_a_lora_alone_is_trained_and_evaluated_in_the_layout_of_gradients(tmp_pa
     pytest.importorskip("bitsandbytes")
     tiny.make("llama", hidden_size=64, intermediate_size=128).save_pretrained(tmp_path / "host")
     model = training.add_lora(load(tmp_path / "host", "bnb4"), rank=2)
-    args = TrainingArguments(
-        str(tmp_path), max_steps=3, eval_strategy="steps", eval_steps=1, use_cpu=True, report_to="none",
-        save_strategy="no", disable_tqdm=True, dataloader_pin_memory=False, logging_strategy="no",
-    )  # fmt: skip
+    args = small_run.arguments(tmp_path, max_steps=3, eval_strategy="steps", eval_steps=1, logging_strategy="no")
     ids = tiny.text(5)
     rows = [{"input_ids": row, "labels": row} for row in ids]
     trainer = training.AdapterTrainer(model, args, train_dataset=rows, eval_dataset=rows)

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import TrainingArguments
 
 from mmattn import training
 from mmattn.training import metrics
@@ -46,9 +45,9 @@ def peak(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> flo
 def test_figures_of_the_trainer(tmp_path: Path, peak: float | None) -> None:
     """Invariant 217: every line with a loss has them, whatever else is evaluated and saved."""
     model = small_run.attach()
-    arguments = TrainingArguments(
-        output_dir=str(tmp_path), max_steps=5, per_device_train_batch_size=3, logging_steps=2, eval_strategy="steps",
-        eval_steps=1, save_steps=2, report_to="none", use_cpu=True, disable_tqdm=True,
+    arguments = small_run.arguments(
+        tmp_path, max_steps=5, per_device_train_batch_size=3, logging_steps=2, eval_strategy="steps", eval_steps=1,
+        save_strategy="steps", save_steps=2,
     )  # fmt: skip
     trainer = training.AdapterTrainer(
         model=model, args=arguments, data_collator=small_run.collator(tmp_path / "memories"),

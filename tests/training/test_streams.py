@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +13,6 @@ import datasets
 import pytest
 import torch
 from torch.utils.data import IterableDataset
-from transformers import TrainingArguments
 
 from mmattn import training
 from tests import tiny
@@ -52,20 +50,19 @@ def columns(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
 
 
 class Watched(training.AdapterTrainer):  # type: ignore[misc, valid-type]
-    """Notes the first id of each row that is trained on."""
+    """Notes the number of each row that is trained on, and the first value of its memory."""
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         vars(self).setdefault("seen", []).extend((inputs["input_ids"][:, 0] - 5).tolist())
+        vars(self).setdefault("memories", []).extend(inputs["memory"].tokens[:, 0, 0].tolist())
         return super().training_step(model, inputs, *args, **kwargs)
 
 
 def trainer(folder: Path, dataset: Any, model: Any = None, **more: Any) -> Any:
-    given: dict[str, Any] = {"per_device_train_batch_size": 2, "max_steps": 2, "gradient_accumulation_steps": 2}
-    given |= {"save_strategy": "no", "report_to": "none", "use_cpu": True, "dataloader_pin_memory": False}
-    given |= {"disable_tqdm": True, "learning_rate": 1e-2} | more
+    given = {"per_device_train_batch_size": 2, "max_steps": 2, "gradient_accumulation_steps": 2, "learning_rate": 1e-2}
     return Watched(
         model=small_run.attach() if model is None else model,
-        args=TrainingArguments(str(folder), **given),
+        args=small_run.arguments(folder, **given | more),
         train_dataset=dataset,
         data_collator=training.MemoryCollator(columns),
     )
@@ -114,15 +111,14 @@ def test_a_run_over_a_stream_is_resumed_with_its_calibration(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_processes_calibrate_by_the_rows_of_all(tmp_path: Path) -> None:
-    """Invariant 150: alike in each, and as one process does that trains on the same rows."""
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [*launch, __file__, str(tmp_path)], cwd=small_run.ROOT, capture_output=True, text=True, timeout=300
-    )
+def test_two_processes_share_the_rows_and_calibrate_by_all(tmp_path: Path) -> None:
+    """Invariants 150, 157: each row once, with its memory; alike in each, and as one process does on the same rows."""
+    done = small_run.start(tmp_path, processes=2, script=__file__)
     assert not done.returncode, done.stderr[-2000:]
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
-    assert sorted(first["seen"] + second["seen"]) == list(range(ROWS))
+    seen = sorted(first["seen"] + second["seen"])
+    assert seen == [[number, pytest.approx(row["memory"][0][0])] for number, row in enumerate(made())]
+    assert first["weights"] == second["weights"]
     alone = trainer(tmp_path / "alone", Again())
     alone.train()
     for name, value in calibration(alone.model).items():
@@ -132,9 +128,11 @@ def test_processes_calibrate_by_the_rows_of_all(tmp_path: Path) -> None:
 
 def main(folder: str) -> None:
     """One of two processes."""
-    run = trainer(Path(folder), Again(), gradient_accumulation_steps=1, accelerator_config={"dispatch_batches": False})
+    run = trainer(Path(folder), Again(), gradient_accumulation_steps=1)
     run.train()
-    found = {"seen": run.seen, "calibration": {name: one.tolist() for name, one in calibration(run.model).items()}}
+    found = {"seen": list(zip(run.seen, run.memories, strict=True))}
+    found["calibration"] = {name: one.tolist() for name, one in calibration(run.model).items()}
+    found["weights"] = sum(float(one.detach().double().sum()) for one in run.model.adapters.parameters())
     (Path(folder) / f"{run.args.process_index}.json").write_text(json.dumps(found))
     run.accelerator.end_training()
 

@@ -2,42 +2,29 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import TrainingArguments
 
 import mmattn
 from mmattn import training
 from mmattn.errors import ConfigError
 from mmattn.training.trainer import last_complete
 from tests import tiny
-from tests.training import small_run, stream_process
+from tests.training import small_run
 
 
 def trainer(folder: Path, model: Any = None, **arguments: Any) -> Any:
     given = {
-        "output_dir": str(folder),
-        "max_steps": 6,
-        "per_device_train_batch_size": 3,
-        "gradient_accumulation_steps": 2,
-        "learning_rate": 1e-2,
-        "save_steps": 2,
-        "logging_steps": 1,
-        "report_to": "none",
-        "use_cpu": True,
-        "dataloader_pin_memory": False,
-        "disable_tqdm": True,
-        "seed": 3,
-        **arguments,
-    }
+        "max_steps": 6, "per_device_train_batch_size": 3, "gradient_accumulation_steps": 2, "learning_rate": 1e-2,
+        "save_strategy": "steps", "save_steps": 2, "logging_steps": 1, "seed": 3,
+    } | arguments  # fmt: skip
     return training.AdapterTrainer(
         model=small_run.attach(dropout=0.2) if model is None else model,
-        args=TrainingArguments(**given),
+        args=small_run.arguments(folder, **given),
         data_collator=small_run.collator(folder / "memories"),
         train_dataset=small_run.rows(),
         eval_dataset=small_run.rows(5),
@@ -113,17 +100,6 @@ def test_gates_have_their_rate_and_the_cache_its_setting(tmp_path: Path) -> None
     assert rates == {1e-2, 0.1}
     state = tiny.make("llama").state_dict()
     assert all(torch.equal(value, state[name]) for name, value in model.host.state_dict().items())
-
-
-@pytest.mark.slow
-def test_a_stream_in_two_processes(tmp_path: Path) -> None:
-    """Invariant 157: with accelerate's defaults each row is learned from once, with its memory."""
-    done = small_run.start(tmp_path, processes=2, script=stream_process.__file__)
-    assert done.returncode == 0, done.stderr
-    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
-    assert found[0]["weights"] == found[1]["weights"]
-    seen = sorted(found[0]["seen"] + found[1]["seen"])
-    assert seen == [[row["input_ids"][0], row["memory"]] for row in stream_process.ROWS]
 
 
 def test_batches_that_one_process_makes_for_all_are_refused(tmp_path: Path) -> None:

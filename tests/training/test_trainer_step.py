@@ -23,12 +23,9 @@ VOCABULARY = 997
 
 def run(folder: Path, model: Any, rows: list[training.Row], **arguments: Any) -> tuple[list[float], Any]:
     """Train for some steps; returns the loss of each, and the trainer."""
-    given = {
-        "max_steps": 3, "per_device_train_batch_size": 3, "learning_rate": 1e-2, "save_strategy": "no",
-        "logging_steps": 1, "report_to": "none", "use_cpu": True, "dataloader_pin_memory": False, "disable_tqdm": True,
-    } | arguments  # fmt: skip
+    given = {"max_steps": 3, "per_device_train_batch_size": 3, "learning_rate": 1e-2, "logging_steps": 1} | arguments
     trainer = training.AdapterTrainer(
-        model=model, args=TrainingArguments(output_dir=str(folder), **given),
+        model=model, args=small_run.arguments(folder, **given),
         data_collator=small_run.collator(folder / "memories"), train_dataset=rows, gate_learning_rate=0.1,
     )  # fmt: skip
     trainer.train()

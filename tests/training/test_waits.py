@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import TrainerCallback, TrainingArguments
+from transformers import TrainerCallback
 
 from mmattn import training
 from mmattn.training import losses, trainer
@@ -103,11 +103,8 @@ def test_a_step_of_the_trainer(tmp_path: Path, accumulation: int) -> None:
                 whole.__exit__(None, None, None)
 
     model = small_run.attach()
-    arguments = TrainingArguments(
-        output_dir=str(tmp_path), max_steps=3, per_device_train_batch_size=3, save_strategy="no", logging_steps=7,
-        report_to="none", use_cpu=True, dataloader_pin_memory=False, disable_tqdm=True,
-        gradient_accumulation_steps=accumulation,
-    )  # fmt: skip
+    given = {"max_steps": 3, "per_device_train_batch_size": 3, "logging_steps": 7}
+    arguments = small_run.arguments(tmp_path, gradient_accumulation_steps=accumulation, **given)
     made = training.AdapterTrainer(
         model=model, args=arguments, data_collator=small_run.collator(tmp_path / "memories"),
         train_dataset=[row for row in small_run.rows() if row.has_memory], callbacks=[Second()],

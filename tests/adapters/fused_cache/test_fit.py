@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -141,19 +140,6 @@ def test_a_share_of_the_map_and_none() -> None:
     fresh = mmattn.attach(tiny.make("llama"), FusedCacheAdapter(other.cache_dim, fuser="ridge"))
     assert torch.equal(answer(fresh, ids, memory=memory), own)
     assert torch.equal(fresh.generate(ids, memory=memory, **GREEDY), fresh.generate(ids, **GREEDY))
-
-
-def test_saved_and_loaded(tmp_path: Path) -> None:
-    """What was fitted is saved with its layers, and answers the same on the host where it is loaded."""
-    model, other = fitted()
-    ids = tiny.text(2, 13)
-    memory = other.prefill(ids[:, :11])
-    model.save_adapter(tmp_path / "map")
-    loaded = mmattn.load(tiny.make("llama"), tmp_path / "map")
-    assert loaded.adapter("default").replaces_all
-    assert loaded.adapter("default").sources(1) == model.adapter("default").sources(1)
-    assert torch.equal(answer(loaded, ids, memory=memory), answer(model, ids, memory=memory))
-    assert torch.equal(loaded.generate(ids, memory=memory, **GREEDY), model.generate(ids, memory=memory, **GREEDY))
 
 
 def test_layers() -> None:

@@ -1,14 +1,17 @@
-"""Inserted tokens are the host's own call with their embeddings before those of the text."""
+"""Inserted tokens are the host's own call with their embeddings before those of the text, gradients included."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 
 import mmattn
 from mmattn.errors import AttachError
 from tests import tiny
-from tests.adapters.inserted.reference import LENGTHS, attach, inserted, slots, weighed
+from tests.adapters.inserted.reference import LENGTHS, attach, embedded, inserted, slots, weighed
 from tests.adapters.joined_hosts import CLOSE, LEARNED, ROTARY, answer, distance
 
 
@@ -37,19 +40,6 @@ def test_open_gates_are_the_plain_form(family: str) -> None:
     result = answer(model, ids, memory=memory)
     for row in range(2):
         assert distance(result[[row]], inserted(host, slots(model, memory, row), ids[[row]])) <= CLOSE
-
-
-@pytest.mark.parametrize("family", [*ROTARY, *LEARNED])
-def test_fresh_gates_are_the_host(family: str) -> None:
-    """A fresh adapter with gates is the host bit for bit, also after padding on the left and in `generate`."""
-    model, host = attach(tiny.make(family), opened=False), tiny.make(family)
-    ids, mask = tiny.left_padded([tiny.text(1, length)[0] for length in (13, 6)])
-    memory = tiny.memory(2, lengths=[5, 2])
-    assert torch.equal(answer(model, ids, memory=memory), answer(host, ids))
-    inputs = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False, "output_logits": True}
-    inputs |= {"return_dict_in_generate": True, "pad_token_id": 0}
-    result, expected = model.generate(ids, memory=memory, **inputs), host.generate(ids, **inputs)
-    assert torch.equal(torch.stack(result.logits), torch.stack(expected.logits))
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "phi", "gpt2", "opt"])
@@ -96,3 +86,104 @@ def test_slots_begin_as_large_as_embeddings(family: str, projection: str) -> Non
     result = slots(model, mmattn.Memory(7 * torch.randn(1, 300, tiny.MEMORY_DIM))).square().mean().sqrt()
     expected = model.host.get_input_embeddings()(torch.arange(tiny.VOCAB)).square().mean().sqrt()
     assert 0.8 < float(result / expected) < 1.25
+
+
+NEW = 6
+GIVEN: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+
+
+@pytest.mark.parametrize("gate", [False, True])
+def test_text_goes_on_in_a_cache_of_the_caller(gate: bool) -> None:
+    """Text given in two pieces with a cache of the caller's stands where it stands in one."""
+    for family in ("llama", "gpt2", "mistral"):
+        model, ids, memory = attach(tiny.make(family), gate=gate), tiny.text(2, 13), tiny.memory(2, lengths=[5, 2])
+        expected = answer(model, ids, memory=memory)
+        with torch.no_grad():
+            first = model(ids[:, :5], memory=memory, use_cache=True)
+            second = model(ids[:, 5:], memory=memory, **tiny.going_on(first.past_key_values))
+        assert distance(second.logits, expected[:, 5:]) <= CLOSE
+
+
+def test_the_host_reads_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One memory is read once for many calls and steps of `generate`."""
+    model, ids = attach(tiny.make("llama")), tiny.text(1, 7)
+    memory = tiny.memory(1)
+    prepared, reader = model.prepare(memory), type(model.adapter("default").reader)
+    count, original = [0], reader.read
+
+    def read(self: Any, *args: Any) -> Any:
+        count[0] += 1
+        return original(self, *args)
+
+    monkeypatch.setattr(reader, "read", read)
+    for _ in range(2):
+        model.generate(ids, memory=prepared, **GIVEN)
+        answer(model, ids, memory=prepared)
+    assert count == [1] and prepared.nbytes() == 2 * 4 * 5 * 16 * tiny.LAYERS
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gpt2"])
+def test_beside_passages(family: str) -> None:
+    """Gated tokens stand beside passages, whose positions they leave alone: fresh ones change nothing, bit for bit."""
+    model = mmattn.attach(tiny.make(family), mmattn.adapters.PassageAdapter(), "read")
+    passages = mmattn.hosts.PassageCache(model)
+    passages.add([[5, 6, 7, 8]], progress=False)
+    expected = answer(model, tiny.text(1), memory=passages.select([[0]]))
+    attach(model, opened=False, name="seen")
+    both = {"read": passages.select([[0]]), "seen": tiny.memory(1)}
+    assert torch.equal(answer(model, tiny.text(1), memory=both), expected)
+    tiny.open_gates(model)
+    result = answer(model, tiny.text(1), memory=both)
+    assert distance(result, expected) > 100 * CLOSE
+    assert distance(result, answer(model, tiny.text(1), memory={"seen": tiny.memory(1)})) > 100 * CLOSE
+
+
+def gradients(model: Any, ids: Tensor, memory: mmattn.Memory) -> dict[str, Tensor]:
+    """The gradients of a call with labels, of all that is trained."""
+    model.zero_grad()
+    model(ids, labels=ids, memory=memory).loss.backward()
+    return {name: one.grad for name, one in model.named_parameters() if one.requires_grad and one.grad is not None}
+
+
+def plain_gradients(model: Any, ids: Tensor, memory: mmattn.Memory) -> dict[str, Tensor]:
+    """The same of the plain form: the host alone, with the slots before the text."""
+    model.zero_grad()
+    before = model.adapter("default").read(memory).tokens
+    x = embedded(model.host, before, ids)
+    labels = torch.cat([torch.full(before.shape[:2], -100), ids], 1)
+    labels[:, before.shape[1]] = -100  # the first token of a text is predicted by nothing
+    model.host(inputs_embeds=x, labels=labels, use_cache=False).loss.backward()
+    return {name: one.grad for name, one in model.named_parameters() if one.requires_grad and one.grad is not None}
+
+
+@pytest.mark.parametrize(
+    ("family", "gate"), [("llama", False), ("gpt2", False), ("mistral", False), ("gemma3_text", False), ("llama", True)]
+)
+def test_gradients_are_those_of_the_plain_form(family: str, gate: bool) -> None:
+    """Gradients of the projector are those of embeddings before the text."""
+    model, ids, memory = attach(tiny.make(family), gate=gate), tiny.text(2, 9), tiny.memory(2)
+    expected = {name: one.clone() for name, one in plain_gradients(model, ids, memory).items()}
+    result = gradients(model, ids, memory)
+    assert {name for name in result if "gate" not in name} == set(expected) and expected
+    for name, one in expected.items():
+        assert distance(result[name], one) <= CLOSE, name
+
+
+def test_dropout_acts_on_what_is_read() -> None:
+    """In training mode the host's dropout acts on its reading, too; evaluation is the same each time."""
+    model = attach(tiny.make("llama", attention_dropout=0.5), gate=False)
+    ids, memory = tiny.text(1), tiny.memory(1)
+    with torch.no_grad():
+        calm = [model(ids, memory=memory).logits for _ in range(2)]
+        reader = model.adapter("default").reader
+        model.train()
+        inputs = torch.ones(1, 3, 32), torch.ones(1, 3).bool(), torch.arange(3)[None]
+        first, second = (reader.read("default", *inputs)[1][2] for _ in range(2))
+        model.eval()
+        prepared = model.prepare(tiny.memory(1))
+        model.train()(ids, memory=prepared)
+        assert not prepared.nbytes(), "what is read with dropout is read once"
+        model.eval()(ids, memory=prepared)
+        assert prepared.nbytes()
+    assert not torch.equal(first, second)
+    assert torch.equal(*calm) and torch.equal(model(ids, memory=memory).logits.detach(), calm[0])

@@ -110,3 +110,29 @@ def test_what_is_refused() -> None:
     model.host.config._attn_implementation = "flash_attention_2"
     with pytest.raises(ConditionError, match="set_attn_implementation"):
         model(ids, memory=tiny.memory(2))
+
+
+def test_packed_rows() -> None:
+    """Documents of packed rows answer as each does alone with its own row of memory."""
+    model, memory = adapted("llama"), tiny.memory(4, lengths=[5, 2, 0, 4])
+    ids, lengths = tiny.text(2, 9), ((4, 5), (3, 6))
+    positions = torch.stack([torch.cat([torch.arange(one) for one in row]) for row in lengths])
+    result = answer(model, ids, position_ids=positions, memory=memory)
+    number = 0
+    for row, document_lengths in enumerate(lengths):
+        start = 0
+        for length in document_lengths:
+            alone = answer(model, ids[[row], start : start + length], memory=memory[[number]])
+            assert distance(result[[row], start : start + length], alone) <= CLOSE
+            start, number = start + length, number + 1
+
+
+def test_slots_that_arrive() -> None:
+    """A token sees the slots that had arrived at it."""
+    model, ids, memory = adapted("llama", length_norm=2.0), tiny.text(1, 6), tiny.memory(1)
+    arrived = torch.tensor([[0, 0, 2, 2, 5, 5]])
+    result = answer(model, ids, memory=memory, arrived=arrived)
+    assert torch.equal(result[:, :2], answer(model, ids)[:, :2])
+    assert distance(result[:, :4], answer(model, ids[:, :4], memory=memory, arrived=arrived[:, :4])) <= CLOSE
+    whole = answer(model, ids, memory=memory)
+    assert distance(result, whole) > 100 * CLOSE

@@ -156,18 +156,6 @@ def test_other_memories_compile_nothing_again(read, dynamo):
 
 
 @pytest.mark.slow
-@torch.no_grad()
-def test_other_scales_compile_once_more(read, dynamo):
-    """Invariant 211: once for the first number, once for any number, and once without the adapter."""
-    (model, ids), memory = read, tiny.memory(ROWS)
-    compiled = torch.compile(model, backend=dynamo, fullgraph=True)
-    for scale in (1.0, 0.5, 0.3, 0.2, 0.0):
-        given = {"memory": memory, "adapter_scale": scale}
-        assert_close(compiled(ids, **given).logits, model(ids, **given).logits)
-    assert dynamo.frame_count == 3
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("by_keyword", [True, False])
 @torch.no_grad()
 def test_generate_with_a_static_cache_replays_one_graph(read, graphs, by_keyword):

@@ -107,14 +107,6 @@ def test_a_memory_that_is_visible_from_a_place_on() -> None:
         assert gathered(manager, 5) == {str(name): answer for name, answer in enumerate(wanted)}
 
 
-def test_without_a_memory_it_is_the_hosts_own() -> None:
-    inputs = prompts((4, 9, 2))
-    wanted = tokens(tiny.make("llama").generate_batch(inputs, **settings()))
-    model = tiny.attach(tiny.make("llama"))
-    assert tokens(model.generate_batch(inputs, **settings())) == wanted
-    assert tokens(model.generate_batch(inputs, memory=[None] * 3, **settings())) == wanted
-
-
 @pytest.mark.usefixtures("layout")
 @pytest.mark.parametrize(
     "setting", [{"null_slot": True}, {"score_bias": True}, {"resampler": {"num_latents": 3}}], ids=str

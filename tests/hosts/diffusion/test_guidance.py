@@ -54,15 +54,6 @@ def test_no_guidance_is_the_host_with_its_conditions(model, memory):
     assert torch.equal(out[1], alone(model, TIMES[1], text_mask=MASK, memory=memory))
 
 
-def test_a_text_may_stand_for_none(memory):
-    model = tiny_unets.attach(tiny_unets.make())
-    empty = tiny_unets.text(1, seed=1)
-    found = predicted(model, mmattn.Guidance(3.0), times=[500], null_text=empty, memory=memory)[0]
-    with torch.no_grad():
-        null = model.host(tiny_unets.picture(), 500, empty.expand(ROWS, -1, -1)).sample
-    assert_close(found, 3 * alone(model, 500, memory=memory) - 2 * null)
-
-
 @pytest.mark.parametrize("length", [3, TEXT_LENGTH])
 @pytest.mark.parametrize("mask", [None, MASK])
 def test_a_null_text_has_its_own_length_and_the_text_its_own_mask(model, memory, mask, length):
@@ -71,15 +62,6 @@ def test_a_null_text_has_its_own_length_and_the_text_its_own_mask(model, memory,
     with torch.no_grad():
         null = model(tiny_unets.picture(), 500, empty.expand(ROWS, -1, -1)).sample
     assert_close(found, 3 * alone(model, 500, text_mask=mask, memory=memory) - 2 * null)
-
-
-def test_keys_and_values_are_made_once_for_all_steps(model, memory):
-    places = range(len(model.layer_names))
-    text = [model.layer(index).to_k for index in places]
-    own = [model.adapters["default"].attention(index).k_proj for index in places]
-    with tiny_unets.counting(*text, *own) as ran:
-        predicted(model, mmattn.Guidance(3.0), text_mask=MASK, memory=memory)
-    assert sorted(map(id, ran)) == sorted(map(id, [*text, *own]))
 
 
 def test_nothing_stays_behind(model, memory):
@@ -96,15 +78,6 @@ def test_bad_settings(model, memory):
         predicted(model.use_core(False), mmattn.Guidance(2.0), memory=memory)
     with pytest.raises(ShapeError, match="text_mask must be"):
         predicted(model.use_core(), mmattn.Guidance(1.0), text_mask=MASK[:, :2])
-
-
-def test_a_time_step_for_each_row(model, memory):
-    """Invariant 127: rows at different time steps are predicted as each is at its own."""
-    guidance, times = mmattn.Guidance(3.0), torch.tensor(TIMES)
-    together = predicted(model, guidance, times=[times], text_mask=MASK, memory=memory)[0]
-    apart = predicted(model, guidance, times=[int(time) for time in times], text_mask=MASK, memory=memory)
-    for row in range(ROWS):
-        assert_close(together[row], apart[row][row])
 
 
 def test_a_time_step_for_each_row_of_a_transformer():

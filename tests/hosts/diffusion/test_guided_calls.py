@@ -18,22 +18,16 @@ from transformers import CLIPTokenizer
 from mmattn.errors import ConditionError, ShapeError
 from mmattn.hosts.diffusion.guided_calls import CONDITIONAL_FIRST
 from tests import tiny, tiny_pipeline, tiny_transformers, tiny_unets
+from tests.hosts.diffusion.test_pipelines import POOLED, ROWS, TEXTS, noise
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-ROWS = 2
 SOURCES = Path(inspect.getfile(diffusers)).parent / "pipelines"
 
 
-def texts(seed: int, width: int = 22) -> torch.Tensor:
-    return torch.randn(ROWS, 5, width, generator=torch.Generator().manual_seed(seed))
+def texts(seed: int) -> torch.Tensor:
+    return noise(5, 22, seed=seed)
 
 
-def noise(*shape: int) -> torch.Tensor:
-    return torch.randn(ROWS, *shape, generator=torch.Generator().manual_seed(1))
-
-
-TEXTS = {"prompt_embeds": texts(1), "negative_prompt_embeds": texts(2), "height": 64, "width": 64}
-POOLED = {"pooled_prompt_embeds": texts(3, 26)[:, 0], "negative_pooled_prompt_embeds": texts(4, 26)[:, 0]}
 MASKS = dict.fromkeys(("prompt_attention_mask", "negative_prompt_attention_mask"), torch.ones(ROWS, 5))
 FLUX = TEXTS | POOLED | {"guidance_scale": 3.5, "true_cfg_scale": 4.0}
 
@@ -371,26 +365,3 @@ def test_caches_of_diffusers(cache, name):
     assert torch.equal(draw(one), first)
     with model.disable_adapter():
         assert tiny.differs(draw(one), first)
-
-
-@pytest.mark.slow
-def test_a_compiled_host():
-    """Invariant 126: a compiled host gives each call its half, or refuses it."""
-    model = tiny_unets.open_values(tiny_transformers.attach(tiny_transformers.make("FluxTransformer2DModel")))
-    batch, memory = tiny_transformers.given(model, ROWS), tiny.memory(ROWS)
-    other = batch | {"encoder_hidden_states": texts(7)}
-    alone, want = tiny_transformers.run(model.host, batch), tiny_transformers.run(model, batch, memory=memory)
-    compiled = torch.compile(model.host, backend="eager")
-    with torch.no_grad(), model.condition(memory, guided=True):
-        for name, right in (("cond", want), ("uncond", alone), ("cond", want)):
-            with model.host.cache_context(name):
-                tiny.assert_close(compiled(**batch)[0], right, 1e-5)
-    torch._dynamo.reset()
-    with torch.no_grad(), model.condition(memory, guided=True):
-        try:
-            first, second = compiled(**batch)[0], compiled(**other)[0]
-        except Exception as error:
-            assert "cache_context" in str(error)
-            return
-    tiny.assert_close(first, want, 1e-5)
-    tiny.assert_close(second, tiny_transformers.run(model.host, other), 1e-5)

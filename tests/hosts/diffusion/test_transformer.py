@@ -169,17 +169,6 @@ def test_the_time_of_each_row():
         source.step(TextState(ROWS, 8))
 
 
-@pytest.mark.parametrize(
-    ("family", "names"),
-    [("stable", ("to_k", "to_v")), (JOINT, ("add_k_proj", "add_v_proj")), (CROSS, ("to_k", "to_v"))],
-)
-def test_a_start_as_the_hosts_own_projections(family, names):
-    model = attach(make(family), opened=False, tokens=2, start="host")
-    for index, block in enumerate(model.adapters["default"].blocks.values()):
-        for own, name in zip((block.k_proj, block.v_proj), names, strict=True):
-            assert torch.equal(own.weight, getattr(model.layer(index), name).weight)
-
-
 def differential():
     """Attention with two queries for a token: there is none to read a memory with."""
     return make("StableAudio3DiTModel")

@@ -18,10 +18,12 @@ from tests.inspect.doctor import servers, tiny_readers
 from tests.inspect.doctor.tiny_readers import (
     NAMES,
     chain,
+    dropout,
     passage_rows,
     picture_rows,
     sound,
     wrong_evidence,
+    wrong_pack,
     wrong_pixels,
 )
 
@@ -382,6 +384,9 @@ FAULTS: dict[str, Callable[[], Subject | AbstractContextManager[Subject]]] = {
     "on its side": lambda: planted(wrong_pixels(lambda x: x.transpose(0, 1)), picture_rows(300, 8)),
     "normalised twice": lambda: planted(wrong_pixels(lambda x: (x - 0.45) / 0.27), picture_rows(300, 8)),
     "not divided by 255": lambda: planted(wrong_pixels(lambda x: x * 255), picture_rows(300, 8)),
+    "read from below": lambda: planted(wrong_pixels(lambda x: x.flip(0)), picture_rows(300, 5)),
+    "negative": lambda: planted(wrong_pixels(lambda x: 1 - x), picture_rows(300, 5)),
+    "not normalised": lambda: planted(wrong_pixels(lambda x: x * 0.27 + 0.45), picture_rows(300, 5)),
     # Kinds of questions.
     "every number is 2": lambda: many(kind_ignored("How", lambda q: "2"), card_rows()),
     "every number is 2, named kinds": lambda: many(kind_ignored("How", lambda q: "2"), card_rows(named=True)),
@@ -407,6 +412,7 @@ FAULTS: dict[str, Callable[[], Subject | AbstractContextManager[Subject]]] = {
     "more than four rows": lambda: many(micro_batches, card_rows()),
     "sorted and not put back": lambda: many(unsorted, card_rows()),
     "padded at the wrong side": lambda: many(padded_left, card_rows()),
+    "padding is read": lambda: planted(wrong_pack(lambda x, mask: (x, mask | True)), picture_rows(300, 5, (1, 3))),
     "lost in batches": lambda: many(evidence_changed(lambda e: [[]] * len(e) if len(e) > 1 else e), card_rows()),
     "lost alone": lambda: many(evidence_changed(lambda e: [[]] * len(e) if len(e) == 1 else e), card_rows()),
     # Earlier requests.
@@ -425,6 +431,7 @@ FAULTS: dict[str, Callable[[], Subject | AbstractContextManager[Subject]]] = {
     "every tenth request loses its picture": lambda: many(every(10), card_rows()),
     "a seventh of the answers is noise": lambda: many(noisy(0.15), card_rows(200, 0, "c")),
     "a seventh of the answers is empty": lambda: many(noisy(0.15, ""), card_rows()),
+    "dropout": lambda: planted(dropout, picture_rows(300, 5)),
     "requests of a server share a picture": mixing_server,
     # Chains.
     "300 characters": lambda: single(lambda q, e: chain(q, [" ".join(e)[:300]]), passage_rows()),

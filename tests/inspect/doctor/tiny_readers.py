@@ -1,8 +1,7 @@
-"""Tiny models that answer questions from pictures or passages, sound ones and one for each of many faults."""
+"""A tiny model that answers questions from pictures, ways to plant faults in it, and a chain over passages."""
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -95,16 +94,16 @@ class Reader(nn.Module):
 
 
 @cache
-def state(seed: int = 0, steps: int = 300) -> dict[str, Tensor]:
-    """The weights of a reader that was trained for so many steps."""
-    torch.manual_seed(seed)
+def state() -> dict[str, Tensor]:
+    """The weights of a trained reader."""
+    torch.manual_seed(0)
     reader = Reader()
-    rows = picture_rows(700, seed + 1000, (1, 3))
+    rows = picture_rows(700, 1000, (1, 3))
     questions, evidence = [row["prompt"] for row in rows], [row["images"] for row in rows]
     pictures, mask = reader.pack(questions, evidence)
     kinds, answers = reader.kinds(questions), torch.tensor([ANSWERS.index(row["text"]) for row in rows])
     optimizer = torch.optim.AdamW(reader.parameters(), 3e-3, weight_decay=0.05)
-    for _ in range(steps):
+    for _ in range(300):
         batch = torch.randint(len(rows), (61,))
         noisy = pictures[batch] + 0.1 * torch.randn(61, *pictures.shape[1:])
         loss = F.cross_entropy(reader.logits(kinds[batch], noisy, mask[batch]), answers[batch])
@@ -114,10 +113,10 @@ def state(seed: int = 0, steps: int = 300) -> dict[str, Tensor]:
     return reader.state_dict()
 
 
-def sound(seed: int = 0, steps: int = 300) -> Reader:
+def sound() -> Reader:
     """A trained reader without a fault."""
     reader = Reader().eval()
-    reader.load_state_dict(state(seed, steps))
+    reader.load_state_dict(state())
     return reader
 
 
@@ -167,95 +166,9 @@ def wrong_evidence(change: Callable[[Any, Any], list[Any]]) -> Callable[[Reader]
     return plant
 
 
-def shortcut(reader: Reader) -> None:
-    """Learned from the questions, which tell the answer in the data of this model."""
-    reader.answer = lambda questions, evidence: [guess(one) for one in questions]  # type: ignore[method-assign]
-
-
-def guess(question: str) -> str:
-    """The answer that a question has at most of its rows in `guessable_rows`."""
-    options = SHAPES if "shape" in question else tuple(COLOURS)
-    return options[int(hashlib.sha256(question.encode()).hexdigest(), 16) % len(options)]
-
-
-def guessable_rows() -> list[dict[str, Any]]:
-    """Rows of which four in five have the usual answer to their question."""
-    rows = picture_rows(900, 5)
-    return [row for row in rows if row["text"] == guess(row["prompt"]) or len(row["prompt"]) % 5 == 0] + rows[:40]
-
-
-def kept_by_question() -> Callable[[Any, Any], list[Any]]:
-    kept: dict[str, Any] = {}
-    return lambda questions, evidence: [
-        kept.setdefault(one, what) for one, what in zip(questions, evidence, strict=True)
-    ]
-
-
-def kept_by_row() -> Callable[[Any, Any], list[Any]]:
-    kept: dict[int, Any] = {}
-    return lambda questions, evidence: [kept.setdefault(row, what) for row, what in enumerate(evidence)]
-
-
-def one_call_late() -> Callable[[Any, Any], list[Any]]:
-    last: list[Any] = []
-
-    def change(questions: Any, evidence: Any) -> list[Any]:
-        late = list(evidence) if not last else [last[-1], *evidence[:-1]]
-        last.append(evidence[-1])
-        return late
-
-    return change
-
-
-def sometimes_lost() -> Callable[[Any, Any], list[Any]]:
-    random = Random(0)
-    return lambda questions, evidence: [[] if random.random() < 0.4 else one for one in evidence]
-
-
 def dropout(reader: Reader) -> None:
     reader.look[2].p = 0.8  # type: ignore[union-attr]
     reader.train()
-
-
-FAULTS: dict[str, tuple[Any, str, str]] = {
-    # name: (how to plant it, rows, words that the report must have in a FAIL line)
-    "ignored pictures": (wrong_pack(lambda x, mask: (x * 0, mask)), "one", "does not arrive"),
-    "mask all false": (wrong_pack(lambda x, mask: (x, mask & False)), "one", "does not arrive"),
-    "mask inverted": (wrong_pack(lambda x, mask: (x, ~mask)), "mixed", "does not arrive"),
-    "text-only shortcut": (shortcut, "guessable", "the question tells"),
-    "constant answers": (wrong_answers(lambda texts, _: ["red"] * len(texts)), "one", "whatever is asked"),
-    "not rescaled": (wrong_pixels(lambda x: x * 255), "one", "garbled"),
-    "not normalised": (wrong_pixels(lambda x: x * 0.27 + 0.45), "one", "normalisation"),
-    "channels in another order": (wrong_pixels(lambda x: x.flip(-1)), "one", "channels"),
-    "negative": (wrong_pixels(lambda x: 1 - x), "one", "inverted"),
-    "channels first": (wrong_pixels(lambda x: x.permute(2, 0, 1)), "one", "garbled"),
-    "upside down": (wrong_pixels(lambda x: x.flip(0)), "one", "reverse"),
-    "batch rows swapped": (
-        wrong_pack(lambda x, mask: (x.roll(1, 0), mask.roll(1, 0))),
-        "one",
-        "rows or requests are mixed",
-    ),
-    "batch in reverse": (wrong_answers(lambda texts, _: texts[::-1]), "one", "rows or requests are mixed"),
-    "the first row for all": (
-        wrong_pack(lambda x, m: (x[:1].expand_as(x), m[:1].expand_as(m))),
-        "one",
-        "rows or requests are mixed",
-    ),
-    "sorted and not put back": (wrong_answers(lambda texts, _: sorted(texts)), "one", "mixed"),
-    "padding is read": (wrong_pack(lambda x, mask: (x, mask | True)), "mixed", "padding"),
-    "mean of the batch": (wrong_pack(lambda x, mask: (x.mean(0, keepdim=True).expand_as(x), mask)), "one", "mixed"),
-    "cache by the question": (lambda r: wrong_evidence(kept_by_question())(r), "one", "earlier call"),
-    "the first picture kept": (lambda r: wrong_evidence(kept_by_row())(r), "one", "does not arrive"),
-    "another request's picture": (lambda r: wrong_evidence(one_call_late())(r), "one", "the one before"),
-    "sometimes lost": (lambda r: wrong_evidence(sometimes_lost())(r), "one", "a race"),
-    "dropout": (dropout, "one", "dropout"),
-    "only the first picture": (wrong_pack(lambda x, mask: (x[:, :1], mask[:, :1])), "several", "stands last"),
-    "only the last picture": (
-        lambda r: wrong_evidence(lambda _, e: [one[-1:] for one in e])(r),
-        "several",
-        "stands first",
-    ),
-}
 
 
 # A chain over passages ------------------------------------------------------------------------------------------------
@@ -278,35 +191,3 @@ def chain(question: str, evidence: Sequence[str]) -> str:
     name = question.split()[2]
     hit = re.search(rf"\b{name} likes (\w+)", " ".join(evidence))
     return f"{name} likes {hit[1]}." if hit else "I do not know."
-
-
-def stale_chain() -> Callable[[str, Any], str]:
-    kept: dict[str, str] = {}
-    return lambda question, evidence: kept.setdefault(question, chain(question, evidence))
-
-
-def learned_chain() -> Callable[[str, Any], str]:
-    """Knows the answers by heart."""
-    known = {row["prompt"]: row["text"] for row in passage_rows()}
-    return lambda question, evidence: known[question]
-
-
-CHAINS: dict[str, tuple[Any, str]] = {
-    "evidence truncated": (lambda: lambda q, e: chain(q, [" ".join(e)[:400]]), "stands last"),
-    "only the last passage": (lambda: lambda q, e: chain(q, e[-1:]), "stands first"),
-    "the middle is lost": (lambda: lambda q, e: chain(q, e[:1] + e[-1:]), "stands in the middle"),
-    "passages ignored": (lambda: lambda q, e: chain(q, []), "whatever is asked"),
-    "learned by heart": (learned_chain, "the question tells"),
-    "stale cache": (stale_chain, "earlier call"),
-}
-
-
-def weak_chain(share: float, seed: int) -> Callable[[str, Any], str]:
-    """A chain that fails at some questions and evidence, always at the same ones."""
-
-    def answer(question: str, evidence: Any) -> str:
-        text = f"{seed} {question} {' '.join(evidence)}"
-        luck = int(hashlib.sha256(text.encode()).hexdigest()[:8], 16) / 16**8
-        return chain(question, evidence) if luck < share else "I do not know."
-
-    return answer

@@ -125,7 +125,6 @@ def test_a_schedule_and_both_halves_of_guidance(dynamo):
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 @torch.no_grad()
 def test_a_compiled_host_in_several_tasks(dynamo):
     """Invariant 211: each task of one thread has the memory of its own block, or none."""

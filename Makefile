@@ -17,7 +17,7 @@ LOWEST_WANTED := --editable '.[vision,audio,video,diffusion,rag,train,viz,data]'
     'pytest-xdist>=3.6' 'pytest-timeout>=2.3' 'hypothesis>=6.100' 'psutil>=6'
 # What stands on other packages, with one family of language models and one kind of UNet where there are many.
 LOWEST_TESTS := tests/test_golden.py tests/core/test_attention.py tests/memory/test_memory.py tests/hosts/causal_lm/test_calls.py \
-    tests/hosts/causal_lm/test_life.py tests/hosts/causal_lm/test_generation.py \
+    tests/hosts/causal_lm/test_life.py \
     tests/adapters/chunked/test_adapter.py tests/adapters/composed/test_adapter.py tests/hosts/test_peft.py \
     tests/hosts/diffusion/test_unet.py \
     tests/hosts/diffusion/test_pipelines.py tests/training/test_trainer.py tests/training/test_lora.py \

@@ -57,15 +57,6 @@ class PairSampler:
         return self._epoch[1][place]
 
 
-def derive_seed(*parts: object) -> int:
-    """A seed from what it is for: the same for the same parts, in every process.
-
-    >>> derive_seed(0, "step", 3) == derive_seed(0, "step", 3), derive_seed(0, "step", 3) == derive_seed(0, "step", 4)
-    (True, False)
-    """
-    return random.Random("/".join(map(str, parts))).getrandbits(63)
-
-
 def split_rows(dataset: Rows, held_out: float, seed: int = 0) -> tuple[Rows, Rows]:
     """Split rows into training and held-out rows. All rows of a picture are on the same side.
 

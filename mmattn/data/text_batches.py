@@ -109,17 +109,7 @@ def encode_texts(
 
 
 def check_prompt(ids: Tensor, mask: Tensor, config: PretrainedConfig, new_tokens: int = 0) -> None:
-    """Refuse a prompt that a language model cannot read.
-
-    Args:
-        ids: (b, l) int.
-        mask: (b, l), 1 or True = text.
-        config: of the language model.
-        new_tokens: tokens that will be generated.
-
-    Raises:
-        TextError: no tokens, a row of padding only, an id without embedding, or more tokens than positions.
-    """
+    """Refuse a prompt (b, l) with its mask (b, l) that a language model cannot read, or not with its new tokens."""
     if not ids.shape[1]:
         raise TextError("the prompt is empty: give at least the start token")
     blank = (~mask.bool().any(1)).nonzero()[:, 0].tolist()

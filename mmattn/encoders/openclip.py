@@ -79,14 +79,7 @@ class OpenCLIPEncoder(ImageEncoder):
         return cls(_local_name(name), pooled=pooled, device=device)
 
     def features(self, pixels: Tensor) -> Tensor:
-        """Return patch tokens (b, e, height, width), or the embedding (b, e) if pooled.
-
-        Args:
-            pixels: (b, 3, height, width).
-
-        Raises:
-            ConfigError: the image tower gives no patch tokens.
-        """
+        """Return patch tokens (b, e, height, width), or the embedding (b, e) if pooled, of pixels (b, 3, h, w)."""
         visual = self.model.visual
         if self.pooled:
             embedding = visual(pixels)

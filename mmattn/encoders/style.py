@@ -155,11 +155,7 @@ class StyleEncoder(ImageEncoder):
             file.write(save(state, {"style_encoder": json.dumps({"size": self.size})}))
 
     def features(self, pixels: Tensor) -> Tensor:
-        """Return patches (b, 64, 4, 4) of pixels (b, c, height, width), grey if network or pixels have one channel.
-
-        Args:
-            pixels: from -1 to 1.
-        """
+        """Return patches (b, 64, 4, 4) of pixels (b, c, height, width), grey if network or pixels have one channel."""
         if pixels.shape[1] != self.channels:
             pixels = pixels.mean(1, keepdim=True).expand(-1, self.channels, -1, -1)
         return self.model.patches(pixels)

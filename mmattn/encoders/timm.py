@@ -85,11 +85,7 @@ class TimmEncoder(ImageEncoder):
         return cls(network, options.get("stage"), size=options.get("size"), pooled=pooled, device=device)
 
     def features(self, pixels: Tensor) -> Tensor:
-        """Return the feature map (b, e, height, width) of the stage.
-
-        Args:
-            pixels: (b, 3, height, width).
-        """
+        """Return the feature map (b, e, height, width) of the stage."""
         (features,) = self.model(pixels)
         last = str(getattr(self.model, "output_fmt", "")).upper().endswith("NHWC")
         return features.permute(0, 3, 1, 2) if last else features

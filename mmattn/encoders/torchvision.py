@@ -134,14 +134,7 @@ class TorchvisionEncoder(ImageEncoder):
         return cls(network, weights=weights or None, pooled=pooled, device=device)
 
     def features(self, pixels: Tensor) -> Tensor:
-        """Return the output of `layer`: (b, e, height, width), (b, m, e), or (b, e) of a pooled class token.
-
-        Args:
-            pixels: (b, 3, height, width).
-
-        Raises:
-            ConfigError: the layer takes no part in the forward pass, or its output has another shape.
-        """
+        """Return the output of `layer`: (b, e, height, width), (b, m, e), or (b, e) of a pooled class token."""
         model = self.model
         hook = model.get_submodule(self.layer).register_forward_hook(_leave)
         try:

@@ -165,11 +165,7 @@ class PassageAnsweringPipeline(QuestionAnsweringPipeline):
 
 
 def passage_prompt(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the prompt for a question about passages, in the chat template of the tokenizer if it has one.
-
-    Args:
-        tokenizer: of the language model.
-    """
+    """Return the prompt for a question about passages, in the chat template of the tokenizer if it has one."""
     if tokenizer.chat_template is None:
         return f"{tokenizer.bos_token or ''}{{passages}}Question: {{question}}\nAnswer:"
     from jinja2 import TemplateError

@@ -99,11 +99,7 @@ class PromptEncoder(nn.Module):
 
 
 class XLPromptEncoder(PromptEncoder):
-    """Encodes prompts as Stable Diffusion XL reads them, by two text encoders; "no prompt" is all zeros.
-
-    Args:
-        pipe: `StableDiffusionXLPipeline` of diffusers.
-    """
+    """Encodes prompts as Stable Diffusion XL reads them, by two text encoders; "no prompt" is all zeros."""
 
     def __init__(self, pipe: StableDiffusionXLPipeline) -> None:
         super().__init__(pipe.tokenizer, pipe.text_encoder, attends_to_padding=True)

@@ -38,19 +38,12 @@ class Encoder(Protocol):
 
 @dataclass(frozen=True)
 class EmbeddingSpace:
-    """Width, metric and encoder that the vectors of an index have in common.
-
-    Attributes:
-        dim: width e.
-        metric: "cosine", "ip" or "l2".
-        encoder: encodes texts, or None.
-        fingerprint: of the encoder of the entries, or None where it is unknown.
-    """
+    """Width, metric and encoder that the vectors of an index have in common."""
 
     dim: int
     metric: str
     encoder: Encoder | None = None
-    fingerprint: str | None = None
+    fingerprint: str | None = None  # of the encoder of the entries; None where it is unknown
 
     @classmethod
     def of_items(cls, items: object, encoder: Encoder | None, metric: str) -> tuple[EmbeddingSpace, object]:
@@ -95,7 +88,7 @@ class EmbeddingSpace:
                     raise ConfigError("texts= is for items that are vectors; these items are texts themselves")
                 new = check_text(items)
                 columns["texts"] = tuple(new)
-                items = self._encode(new, self.encoder)
+                items = self._encode(new)
             if isinstance(items, (list, tuple)) and not items:
                 items = torch.empty(0, self.dim)
             vectors = as_vectors("vectors", items, dim=self.dim).detach()
@@ -113,22 +106,20 @@ class EmbeddingSpace:
             columns["tokens"] = check_tokens(tokens, count)
         return columns
 
-    def queries(self, queries: object, encoder: Encoder | None, device: torch.device) -> Tensor:
+    def queries(self, queries: object, device: torch.device) -> Tensor:
         """Return the vectors (b, e) of queries, checked; gradients reach vectors that are given."""
-        if encoder is not None:
-            self.check(encoder)
         if are_texts(queries):
             texts = check_text(queries)
             for number, text in enumerate(texts):
                 if not text.strip():
                     raise TextError(f"query {number} is empty: it would find anything; leave it out")
-            queries = self._encode(texts, encoder or self.encoder, "encode_query")
+            queries = self._encode(texts, "encode_query")
         vectors = as_vectors("queries", queries, dim=self.dim, single=True).to(device)
         check_vectors("queries", vectors, self.metric)
         return vectors
 
-    def _encode(self, texts: list[str], encoder: Encoder | None, verb: str = "encode_document") -> Memory:
-        if encoder is None:
+    def _encode(self, texts: list[str], verb: str = "encode_document") -> Memory:
+        if (encoder := self.encoder) is None:
             raise ConfigError(
                 "texts need an encoder, and this index has none: give encoder= when building or opening it, or vectors"
             )

@@ -291,13 +291,7 @@ def text_scores(model: Any, query: str, texts: list[str], tokens: Sequence[Tenso
 
 
 def load_cross_encoder(name: str | os.PathLike[str]) -> Any:
-    """Load a `CrossEncoder` of sentence-transformers with one label, whose weights are complete and finite.
-
-    Raises:
-        AdapterFileError: nothing to load, or weights that are no safetensors or incomplete.
-        NonFiniteError: NaN or infinity in the weights.
-        MissingExtraError: sentence-transformers is not installed.
-    """
+    """Load a `CrossEncoder` of sentence-transformers with one label, whose weights are complete and finite."""
     library, place = import_extra("sentence_transformers", "multivector"), os.fspath(resolve(name))
     # sentence-transformers itself starts missing weights at random.
     load_model("AutoModelForSequenceClassification", place, "cross-encoder")

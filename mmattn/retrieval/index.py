@@ -248,7 +248,6 @@ class Index:
         *,
         score_threshold: float | None = None,
         filter: Filter | None = None,
-        encoder: Encoder | None = None,
     ) -> Hits:
         """Return the best entries for each query.
 
@@ -259,13 +258,12 @@ class Index:
             filter: a dict of metadata that must be equal as Python compares ({"lang": "de"}). A list allows each of its
                 values ({"lang": ["de", "fr"]}); an entry with a list matches each value in it. Or a function of an
                 entry's metadata (not for databases).
-            encoder: the encoder of the queries, which must be that of the entries.
 
         Returns:
             Hits (b, k). Scores carry gradients to queries that require them.
 
         Raises:
-            IndexMismatchError: queries of another width or encoder.
+            IndexMismatchError: queries of another width, or the encoder has changed since it encoded the entries.
             TextError: an empty query.
             NonFiniteError: NaN or infinity.
             ShapeError: a query of zeros with "cosine", or queries that are not (b, e).
@@ -274,7 +272,7 @@ class Index:
         check_int("top_k", top_k)
         if score_threshold is not None:
             check_float("score_threshold", score_threshold)
-        values = self.space.queries(queries, encoder, self.device)
+        values = self.space.queries(queries, self.device)
         with torch.autocast(values.device.type, enabled=False):
             with torch.no_grad():
                 candidates = self.store.search(values.detach(), top_k, check_filter(filter))
@@ -284,17 +282,16 @@ class Index:
             hits = hits_of_rows(candidates.entries, rows, near, score(values, near, self.metric))
         return hits if score_threshold is None else hits.above(score_threshold)
 
-    def as_memory(self, per_query: int = 64, *, queries: object = None, encoder: Encoder | None = None) -> IndexMemory:
+    def as_memory(self, per_query: int = 64, *, queries: object = None) -> IndexMemory:
         """Return all entries as a memory that attention searches in each layer.
 
         Args:
             per_query: number of entries that each token attends to, in each layer and head.
             queries: for adapters with score_bias, the query of each row of text, as in `search`.
-            encoder: as in `search`.
 
         Raises:
             ConfigError: the entries are not in this process, or queries for the metric "l2".
-            IndexMismatchError: queries of another width or encoder.
+            IndexMismatchError: as in `search`.
 
         >>> Index.build(torch.randn(1000, 24)).as_memory(per_query=8)
         IndexMemory(1000 entries, e=24, per_query=8)
@@ -305,7 +302,7 @@ class Index:
                 "score_bias adds scores that are inner products, and this index has metric='l2': build it with "
                 "'cosine' or 'ip'"
             )
-        vectors = None if queries is None else self.space.queries(queries, encoder, self.device).detach()
+        vectors = None if queries is None else self.space.queries(queries, self.device).detach()
         return IndexMemory(store, self.search_structures, per_query, vectors)
 
     def to(self, device: str | torch.device) -> Index:

@@ -43,17 +43,8 @@ def serve_replicas(
 ) -> None:
     """Serve replicas on the cluster of `RAY_ADDRESS`, or a local one, until Ctrl-C or SIGTERM; then finish what runs.
 
-    Args:
-        build: Return the engine and the application of a replica, in its process.
-        limits: of each replica.
-        address: host and port of the server.
-        least: replicas.
-        most: replicas under load.
-        gpu: Replicas need a GPU, which several share where there are fewer.
-
-    Raises:
-        ConfigError: `most` is less than `least`, or the replicas do not start.
-        MissingExtraError: ray is not installed.
+    `build` makes the engine and the application of a replica, in its process. With `gpu` replicas need a GPU, which
+    several share where there are fewer.
     """
     check_int("max_replicas", most, at_least=least)
     cluster = os.environ.get("RAY_ADDRESS")

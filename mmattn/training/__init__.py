@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from mmattn.data.encoded import Encoding, drop_errors, encode_dataset, encoding_of
     from mmattn.data.readers import memory_kinds, read_rows
     from mmattn.data.rows import Row, make_row, stack_memories
-    from mmattn.data.sampling import PairSampler, derive_seed, shuffle_memories, split_rows
+    from mmattn.data.sampling import PairSampler, shuffle_memories, split_rows
     from mmattn.data.text_batches import TextBatch, bos_and_eos, collate, encode_texts, pack
     from mmattn.progress import tracked
     from mmattn.training.compare import (
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
         spread_table,
     )
     from mmattn.training.lora import add_lora, load_lora, matched_lora
-    from mmattn.training.losses import mean_nats, perplexity, sum_nats, text_nats, token_nats
+    from mmattn.training.losses import mean_nats, sum_nats, token_nats
     from mmattn.training.lower_layers import cached_hidden_states
     from mmattn.training.prompt_cache import PromptCache, cached_prompts
     from mmattn.training.run_folder import DryRunEnded, RunFolder, dry_run
@@ -50,7 +50,6 @@ __all__ = [
     "cached_prompts",
     "collate",
     "compare_runs",
-    "derive_seed",
     "drop_errors",
     "dry_run",
     "encode_dataset",
@@ -66,7 +65,6 @@ __all__ = [
     "memory_kinds",
     "pack",
     "parameter_groups",
-    "perplexity",
     "read_metrics",
     "read_rows",
     "shuffle_memories",
@@ -74,7 +72,6 @@ __all__ = [
     "spread_table",
     "stack_memories",
     "sum_nats",
-    "text_nats",
     "token_nats",
     "tracked",
 ]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakKeyDictionary
@@ -15,14 +14,13 @@ from torch import Tensor, nn
 
 from mmattn.adapters.host_models import call_by_name, is_on_disk, text_config
 from mmattn.core.tracing import may_read
-from mmattn.data.text_batches import IGNORED, TextBatch, collate
+from mmattn.data.text_batches import IGNORED, TextBatch
 from mmattn.errors import ConditionError, MmattnError, check_int
 from mmattn.hosts.causal_lm.model import HeadlessHost
 from mmattn.hosts.model import AdaptedModel
 from mmattn.hosts.peft import inner_host
 from mmattn.hosts.probe import bare_forward, is_close, text_inputs
 from mmattn.hosts.stored import shards, tensor_parallel_size
-from mmattn.memory import Memory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -69,51 +67,6 @@ def sum_nats(model: nn.Module, batch: TextBatch, chunk_size: ChunkSize = "auto")
     """
     count = (batch.labels[:, 1:] != IGNORED).sum()
     return token_nats(model, batch, chunk_size).sum(), int(count) if may_read(count) else count
-
-
-@torch.no_grad()
-def text_nats(
-    model: nn.Module,
-    rows: Sequence[Sequence[int]],
-    memory: Memory | None = None,
-    memory_rows: Sequence[int] | None = None,
-    *,
-    batch_size: int = 32,
-) -> list[list[float]]:
-    """Return `token_nats` of many texts: a list for each text, of all its tokens except the first.
-
-    Args:
-        model: a language model, with adapters if there is a memory.
-        rows: the ids of each text.
-        memory: the memory; texts attend to its rows.
-        memory_rows: for each text the row of the memory; None for row i of text i.
-        batch_size: number of texts per batch.
-
-    Raises:
-        ConfigError: a batch size below 1.
-    """
-    check_int("batch_size", batch_size)
-    out: list[list[float]] = [[] for _ in rows]
-    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    # Texts of like length together: less padding to compute on.
-    order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
-    for start in range(0, len(order), batch_size):
-        chosen = order[start : start + batch_size]
-        read = None if memory is None else [i if memory_rows is None else memory_rows[i] for i in chosen]
-        part = None if memory is None else memory[torch.tensor(read)]
-        nats = token_nats(model, collate([rows[i] for i in chosen], part).to(device))
-        for place, i in enumerate(chosen):
-            out[i] = nats[place, : len(rows[i]) - 1].tolist()
-    return out
-
-
-def perplexity(nats: Sequence[float]) -> float:
-    """Return exp of the mean cross-entropy per token; nan without tokens.
-
-    >>> round(perplexity([math.log(12)] * 7), 6)
-    12.0
-    """
-    return math.exp(sum(nats) / len(nats)) if nats else math.nan
 
 
 def has_chunks(model: nn.Module) -> bool:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -84,7 +84,15 @@ class LowerLayers:
     @contextlib.contextmanager
     def skipped_by(self, before: Callable[..., object]) -> Iterator[None]:
         """Let a pre-hook of the base model `skip` these layers in forwards inside the block."""
-        skips = self.reader.register_forward_pre_hook(before, with_kwargs=True)
+
+        def skips_if_asked(*call: Any) -> object:
+            skipped = _SKIPPED.get()
+            if skipped is not None and skipped[0] is self and skipped[1] is None:
+                return None  # `states_of` is under way
+            self.run()  # torch runs no hooks after KeyboardInterrupt
+            return before(*call)
+
+        skips = self.reader.register_forward_pre_hook(skips_if_asked, with_kwargs=True)
         # Called after a failure, too.
         runs = self.reader.register_forward_hook(self.run, always_call=True)
         try:
@@ -115,11 +123,6 @@ class LowerLayers:
         """Run all layers again, after `skip`; also a hook of the base model."""
         if (skipped := _SKIPPED.get()) is not None and skipped[0] is self and skipped[1] is not None:
             _SKIPPED.set(None)
-
-    def is_computing(self) -> bool:
-        """Return whether `compute` is under way."""
-        skipped = _SKIPPED.get()
-        return skipped is not None and skipped[0] is self and skipped[1] is None
 
     @torch.no_grad()
     def compute(self, texts: Sequence[Tensor]) -> list[Tensor]:
@@ -301,9 +304,6 @@ class HiddenStateCache:
         self, reader: nn.Module, args: Positional, kwargs: dict[str, object]
     ) -> tuple[Positional, dict[str, object]] | None:
         """Let a forward start from cached hidden states: a pre-hook of the host's base model."""
-        if self.lower.is_computing():
-            return None
-        self.lower.run()  # torch runs no hooks after KeyboardInterrupt
         if torch.compiler.is_compiling():
             raise ConditionError(
                 "a compiled host cannot read cached hidden states: leave torch_compile or the cache out"

@@ -1,7 +1,7 @@
 """Prompts that a frozen language model read once without a memory: a training step costs the upper layers on one token.
 
-Only the last tokens of a prompt see the memory, so keys and values of those before them are the same in every step, and
-so are hidden states of the last ones below the lowest adapter.
+Only the last token of a prompt sees the memory, so keys and values of the tokens before it are the same in every step,
+and so are its hidden states below the lowest adapter.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
 class PromptCache:
     """Prompts that were read without a memory; `prompts[rows]` are arguments of a call that reads their last tokens."""
 
-    def __init__(self, lower: LowerLayers, prompts: Sequence[Sequence[int]], last: int, batch_size: int) -> None:
+    def __init__(self, lower: LowerLayers, prompts: Sequence[Sequence[int]], batch_size: int) -> None:
         self.lower, self.host = lower, lower.model.host
         texts = list(dict.fromkeys(map(tuple, prompts)))
         for text in texts:
             check_ids("a prompt", text, self.host)
         number = {text: row for row, text in enumerate(texts)}
-        self.length = max(map(len, texts)) - last
-        ids = torch.zeros(len(texts), self.length + last, dtype=torch.long)
+        self.length = max(map(len, texts)) - 1
+        ids = torch.zeros(len(texts), self.length + 1, dtype=torch.long)
         mask = torch.zeros_like(ids)
         for row, text in enumerate(texts):
             ids[row, -len(text) :], mask[row, -len(text) :] = torch.tensor(text), 1
@@ -52,7 +52,7 @@ class PromptCache:
             parts = [self._read(rows) for rows in torch.arange(len(texts), device=device).split(batch_size)]
         except IndexError as error:  # of embeddings of positions; on a CPU
             raise ShapeError(
-                f"prompts of up to {self.length + last} tokens are longer than {type(self.host).__name__} has positions"
+                f"prompts of up to {self.length + 1} tokens are longer than {type(self.host).__name__} has positions"
             ) from error
         self.states, self.cache = torch.cat([states for states, _ in parts]), parts[0][1]
         for place, layer in enumerate(self.cache.layers[lower.count :], lower.count):
@@ -119,9 +119,6 @@ class PromptCache:
 
     def before(self, reader: nn.Module, args: Positional, kwargs: Keywords) -> None:
         """Let a call with a cache of these prompts start from their states: a pre-hook of the host's base model."""
-        if self.lower.is_computing():
-            return
-        self.lower.run()  # torch runs no hooks after KeyboardInterrupt
         cache = given_cache(kwargs)
         if cache is None or cache not in self._calls:
             return
@@ -163,26 +160,25 @@ def _refuse_update(*_: object, **__: object) -> NoReturn:
 
 @contextlib.contextmanager
 def cached_prompts(
-    model: nn.Module, prompts: Sequence[Sequence[int]] | Tensor, *, last: int = 1, batch_size: int = 32
+    model: nn.Module, prompts: Sequence[Sequence[int]] | Tensor, *, batch_size: int = 32
 ) -> Iterator[PromptCache]:
-    """Read prompts once without a memory; inside the block a call reads only their last tokens, which see the memory.
+    """Read prompts once without a memory; inside the block a call reads only their last token, which sees the memory.
 
-    `prompts[rows]` has the arguments of a call for these rows: ids (b, last), their mask and positions, and the cache
-    of the tokens before them. The logits equal those of the whole prompts with `arrived=` 0 for all tokens except the
-    last. A call computes only the layers above the lowest adapter for the last tokens. Equal prompts are read once.
-    Keys and values of the upper layers stay in memory, padded to the longest prompt.
+    `prompts[rows]` has the arguments of a call for these rows: ids (b, 1), their mask and positions, and the cache of
+    the tokens before them. The logits equal those of the whole prompts with `arrived=` 0 for all tokens except the
+    last. A call computes only the layers above the lowest adapter for the last token. Equal prompts are read once. Keys
+    and values of the upper layers stay in memory, padded to the longest prompt.
 
     Args:
         model: a causal language model with all its adapters attached, and nothing trained in the host.
-        prompts: the ids of each prompt, longer than `last`.
-        last: number of last tokens of each prompt, which see the memory.
+        prompts: the ids of each prompt, two at least.
         batch_size: number of prompts that are read together.
 
     Raises:
         ConditionError: no layer is below the lowest adapter, the host is trained, or its answer from a cached prompt
             differs (checked with a probe of two prompts).
         ConfigError: not a language model with adapters.
-        TextError: no prompt, or a prompt of `last` tokens or fewer.
+        TextError: no prompt, or a prompt of one token.
         ShapeError: ids beyond the vocabulary, or prompts longer than the host has positions.
 
     >>> import mmattn
@@ -195,16 +191,16 @@ def cached_prompts(
     >>> logits.shape
     torch.Size([2, 1, 97])
     """
-    check_int("last", last), check_int("batch_size", batch_size)
+    check_int("batch_size", batch_size)
     prompts = prompts.tolist() if isinstance(prompts, Tensor) else [list(prompt) for prompt in prompts]
-    short = [row for row, prompt in enumerate(prompts) if len(prompt) <= last]
+    short = [row for row, prompt in enumerate(prompts) if len(prompt) < 2]
     if short or not len(prompts):
-        raise TextError(f"prompts {short[:5]} have no token before the last {last}, which see the memory")
+        raise TextError(f"prompts {short[:5]} have no token before the last, which sees the memory")
     lower = lower_layers(model)
     if any(parameter.requires_grad for parameter in lower.model.host.parameters()):
         raise ConditionError(f"{type(lower.model.host).__name__} is trained, so no prompt can be cached: freeze it")
     with lower.installed():
-        cache = PromptCache(lower, prompts, last, batch_size)
+        cache = PromptCache(lower, prompts, batch_size)
     with lower.skipped_by(cache.before):
         cache.check()
         yield cache

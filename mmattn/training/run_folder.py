@@ -199,14 +199,7 @@ class RunFolder:
 
 
 class RunLog(TrainerCallback):
-    """Writes what a Trainer logs into `metrics.jsonl` of a run, and shows the progress of the steps.
-
-    Args:
-        run: the folder.
-        label: name of the model in the metrics and the progress bar.
-        progress: show progress.
-        measure: as in `RunFolder.train`.
-    """
+    """Writes what a Trainer logs into `metrics.jsonl` of a run and shows progress; arguments of `RunFolder.train`."""
 
     def __init__(
         self,
@@ -302,11 +295,7 @@ def dry_run() -> Iterator[None]:
 
 
 class CostForecast(TrainerCallback):
-    """Ends a training after a few steps, without evaluations and saves, and raises `DryRunEnded` with the cost.
-
-    Args:
-        label: of the training.
-    """
+    """Ends a training after a few steps, without evaluations and saves, and raises `DryRunEnded` with the cost."""
 
     def __init__(self, label: str) -> None:
         self.label = label

@@ -45,7 +45,7 @@ class Describing(Lesson):
         """Return descriptions, and the memories of series that match them."""
         random = Random(f"{self.config.seed} {name}")
         descriptions = [Description.draw(random) for _ in range(count)]
-        seeds = [training.derive_seed(self.config.seed, name, row) for row in range(count)]
+        seeds = [Random(f"{self.config.seed}/{name}/{row}").getrandbits(63) for row in range(count)]
         rows = training.tracked(count, f"reading ({name})", self.config.progress)
         memories = [self.sense(make_series(descriptions[row], self.config.series, seeds[row])) for row in rows]
         whole = mmattn.Memory.stack(memories)

@@ -229,7 +229,7 @@ class Measure:
     def clips(self, snr: float) -> Clips:
         """Return all utterances in their noise."""
         if snr not in self.encoded:
-            seeds = [training.derive_seed(self.seed, "noise", row) for row in range(len(self.utterances))]
+            seeds = [Random(f"{self.seed}/noise/{row}").getrandbits(63) for row in range(len(self.utterances))]
             parts = [(self.utterances[rows], seeds[rows]) for rows in self.batches]
             self.encoded[snr] = join([self.speech.batch(said, [snr] * len(said), seed) for said, seed in parts])
         return self.encoded[snr]

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from random import Random
 from typing import Any
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 import mmattn
@@ -39,19 +40,19 @@ class Measure:
         rows, texts = zip(*self.pairs, strict=True)
         if memory is None:  # without a picture each text is measured once
             unique = sorted(set(texts))
-            once = dict(zip(unique, training.text_nats(model, [self.ids[text] for text in unique]), strict=True))
+            once = dict(zip(unique, self.text_nats(model, unique), strict=True))
             nats = [once[text] for text in texts]
         else:
-            nats = training.text_nats(model, [self.ids[text] for text in texts], memory, rows)
+            nats = self.text_nats(model, texts, memory, rows)
         spans = [self.spans[text] for text in texts]
         names = [sum(one[span]) for one, span in zip(nats, spans, strict=True) if span is not None]
         captions = self.captions(model, memory)
         species, attributes = check_captions(self.data, captions)
         row = {
             "name": name,
-            "perplexity": training.perplexity([value for one in nats for value in one]),
+            "perplexity": perplexity([value for one in nats for value in one]),
             "bits_saved": math.nan,
-            "species_perplexity": training.perplexity(names),
+            "species_perplexity": perplexity(names),
             "species_accuracy": species,
             "attribute_accuracy": attributes,
             "parameters": 0,
@@ -60,11 +61,30 @@ class Measure:
         }
         return row, captions
 
+    @torch.no_grad()
+    def text_nats(
+        self, model: Any, texts: Sequence[int], memory: mmattn.Memory | None = None, rows: Sequence[int] = ()
+    ) -> list[list[float]]:
+        """Return -log p of each token of texts but the first, each given its row of a memory."""
+        nats, device = list[list[float]](), next((weight.device for weight in model.parameters()), "cpu")
+        for start in range(0, len(texts), 32):
+            part = slice(start, start + 32)
+            ids = [self.ids[text] for text in texts[part]]
+            batch = training.collate(ids, None if memory is None else memory[list(rows[part])])
+            lines = training.token_nats(model, batch.to(device)).tolist()
+            nats += [line[: len(row) - 1] for line, row in zip(lines, ids, strict=True)]
+        return nats
+
     def captions(self, model: Any, memory: mmattn.Memory | None) -> list[str]:
         """Return a caption of each held-out picture; without a memory all are the same."""
         count, length = len(self.data.held_out), self.max_new_tokens
         captions = write_captions(model, self.tokenizer, memory, length)
         return captions * count if memory is None else captions
+
+
+def perplexity(nats: Sequence[float]) -> float:
+    """Return exp of the mean cross-entropy per token; nan without tokens."""
+    return math.exp(sum(nats) / len(nats)) if nats else math.nan
 
 
 def bits_saved(nats: Sequence[float], control: Sequence[float]) -> float:

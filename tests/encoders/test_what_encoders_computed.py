@@ -78,8 +78,8 @@ def style() -> Subject:
 # Questions -----------------------------------------------------------------------------------------------------------
 
 
-def _scores(index: mmattn.Index, encoder: Any) -> Tensor:
-    hits = index.search(QUERIES, top_k=len(TEXTS), encoder=encoder)
+def _scores(index: mmattn.Index) -> Tensor:
+    hits = index.search(QUERIES, top_k=len(TEXTS))
     order = torch.tensor([sorted(range(len(ids)), key=ids.__getitem__) for ids in hits.ids])
     return torch.cat(
         [hits.scores.gather(1, order), hits.vectors.gather(1, order[..., None].expand_as(hits.vectors)).flatten(1)], 1
@@ -89,14 +89,14 @@ def _scores(index: mmattn.Index, encoder: Any) -> Tensor:
 @contextmanager
 def _index(subject: Subject, folder: Path) -> Iterator[Ask]:
     index = mmattn.Index.build(TEXTS, encoder=subject.model)
-    yield lambda: _scores(index, None)
+    yield lambda: _scores(index)
 
 
 @contextmanager
 def _index_file(subject: Subject, folder: Path) -> Iterator[Ask]:
     if not (place := folder / "index").exists():
         mmattn.Index.build(TEXTS, encoder=subject.model).save(place)
-    yield lambda: _scores(mmattn.Index.load(place, encoder=subject.model), None)
+    yield lambda: _scores(mmattn.Index.load(place, encoder=subject.model))
 
 
 @contextmanager

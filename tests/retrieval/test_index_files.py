@@ -56,7 +56,7 @@ def test_encoders(tmp_path: Path) -> None:
         with pytest.raises(IndexMismatchError, match="width 7|another encoder"):
             Index.load(tmp_path / "index", encoder=other)
         with pytest.raises(IndexMismatchError):
-            alone.search("a text", 1, encoder=other)
+            Index(alone.store, other)
 
 
 def test_a_folder_holds_one_version(tmp_path: Path) -> None:

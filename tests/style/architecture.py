@@ -43,18 +43,18 @@ WITHIN = {"kv_store": "hosts"}
 BUDGETS = {
     ".": 740,  # goal 600
     "memory": 680,  # goal 650
-    "core": 2_540,  # goal 2,450
-    "adapters": 6_790,  # goal 5,600
-    "hosts": 8_260,  # goal 7,000
+    "core": 2_490,  # goal 2,450
+    "adapters": 6_690,  # goal 5,600
+    "hosts": 8_190,  # goal 7,000
     "kv_store": 1_610,
-    "encoders": 3_240,  # goal 2,700
-    "retrieval": 3_990,  # goal 3,400
+    "encoders": 3_210,  # goal 2,700
+    "retrieval": 3_960,  # goal 3,400
     "models": 760,  # goal 700
-    "data": 1_550,  # goal 1,500
-    "training": 2_440,  # goal 1,700
+    "data": 1_530,  # goal 1,500
+    "training": 2_370,  # goal 1,700
     "inspect": 2_380,  # goal 2,100
-    "pipelines": 1_970,  # goal 2,000
-    "serving": 2_180,  # goal 2,000
+    "pipelines": 1_960,  # goal 2,000
+    "serving": 2_170,  # goal 2,000
     "evaluation": 200,
     "storage": 900,
     "testing": 1_610,

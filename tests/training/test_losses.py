@@ -31,38 +31,17 @@ class TestParameterGroups:
 
 
 class TestScores:
-    def test_nats_are_those_of_the_host(self) -> None:
-        lm = tiny.make("llama")
-        rows = [[5, 6, 7, 8, 9], [10, 11], [12, 13, 14]]
-        found = training.text_nats(lm, rows, batch_size=2)
-        for row, nats in zip(rows, found, strict=True):
+    def test_the_loss_is_that_of_the_host(self) -> None:
+        """Token by token, and its mean over the tokens of the batch."""
+        lm, rows = tiny.make("llama"), [[5, 6, 7, 8, 9], [10, 11], [12, 13, 14]]
+        batch = training.collate(rows)
+        nats = training.token_nats(lm, batch).detach()
+        for row, line in zip(rows, nats, strict=True):
             ids = torch.tensor([row])
-            assert len(nats) == len(row) - 1
-            assert sum(nats) / len(nats) == pytest.approx(float(lm(input_ids=ids, labels=ids).loss.detach()), rel=1e-5)
-
-    def test_each_text_reads_its_own_row(self) -> None:
-        model = mmattn.attach(tiny.make("llama"), mmattn.GatedAdapter(memory_dim=24, every=1, num_heads=2, head_dim=8))
-        for name, parameter in model.adapters.named_parameters():
-            if name.endswith(".gate"):
-                nn.init.constant_(parameter, 0.7)
-        memory = mmattn.Memory(torch.randn(3, 5, 24))
-        rows, looks = [[5, 6, 7, 8, 9], [10, 11], [12, 13, 14], [10, 11]], [2, 0, 1, 1]
-        found = training.text_nats(model, rows, memory, looks, batch_size=3)
-        for row, look, nats in zip(rows, looks, found, strict=True):
-            (alone,) = training.text_nats(model, [row], memory[look])
-            assert nats == pytest.approx(alone, abs=1e-5)
-        assert abs(found[1][0] - found[3][0]) > 1e-4
-        own = training.text_nats(model, rows[:3], memory, batch_size=2)
-        for number, nats in enumerate(own):
-            (alone,) = training.text_nats(model, [rows[number]], memory[number])
-            assert nats == pytest.approx(alone, abs=1e-5)
-
-    def test_the_loss_is_the_mean_over_tokens(self) -> None:
-        lm, rows = tiny.make("llama"), [[5, 6, 7, 8, 9], [10, 11]]
-        nats = [value for one in training.text_nats(lm, rows) for value in one]
-        assert float(training.mean_nats(lm, training.collate(rows)).detach()) == pytest.approx(
-            sum(nats) / len(nats), rel=1e-5
-        )
+            assert float(line.sum()) / (len(row) - 1) == pytest.approx(
+                float(lm(ids, labels=ids).loss.detach()), rel=1e-5
+            )
+        assert float(training.mean_nats(lm, batch).detach()) == pytest.approx(float(nats.sum()) / 7, rel=1e-5)
 
 
 class TestRunFolder:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import mmattn
-from mmattn.errors import ConditionError, ConfigError, ShapeError, TextError
+from mmattn.errors import ConditionError, ShapeError, TextError
 from mmattn.training import cached_prompts
 from tests import tiny
 
@@ -38,20 +38,19 @@ def step(model: Any, logits: Tensor) -> dict[str, Tensor]:
     return {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
 
 
-@pytest.mark.parametrize("last", [1, 2])
 @pytest.mark.parametrize("family", [name for name in tiny.FAMILIES if name != "mamba"])
-def test_a_step_is_that_of_whole_texts_whose_last_tokens_see_the_memory(family: str, last: int) -> None:
+def test_a_step_is_that_of_whole_texts_whose_last_token_sees_the_memory(family: str) -> None:
     """Invariant 141: logits, and the gradients of every weight of the adapter."""
     model, memory = attach(family), tiny.memory(4, lengths=[5, 2, 3, 4])
     ids, mask = tiny.left_padded([torch.tensor(texts()[row]) for row in ROWS])
     arrived = torch.zeros_like(ids)
-    arrived[:, -last:] = memory.tokens.shape[1]
+    arrived[:, -1] = memory.tokens.shape[1]
     given = {"attention_mask": mask}
     if family not in ("bloom", "mpt"):
         given["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
-    whole = model(ids, **given, memory=memory, arrived=arrived).logits[:, -last:]
+    whole = model(ids, **given, memory=memory, arrived=arrived).logits[:, -1:]
     want = step(model, whole)
-    with cached_prompts(model, texts(), last=last) as prompts:
+    with cached_prompts(model, texts()) as prompts:
         logits = model(**prompts[ROWS], memory=memory).logits
         got = step(model, logits)
     tiny.assert_close(logits, whole, 1e-4)
@@ -133,19 +132,18 @@ def test_checkpointing_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "prompts", "last", "error", "message"),
+    ("settings", "prompts", "error", "message"),
     [
-        ({}, [], 1, TextError, "prompts .* have no token"),
-        ({}, [[1, 2], [3]], 1, TextError, r"prompts \[1\] have no token before the last 1"),
-        ({}, texts(), 0, ConfigError, "last"),
-        ({}, [[1, 2, tiny.VOCAB]], 1, ShapeError, f"ids from 1 to {tiny.VOCAB}"),
-        ({"family": "gpt2"}, [[1] * 131], 1, ShapeError, "of up to 131 tokens are longer"),
-        ({"layers": (0,), "position": "before"}, texts(), 1, ConditionError, "below all trained ones"),
-        ({"family": "mamba"}, texts(), 1, ConditionError, "does not cache keys and values of each layer"),
+        ({}, [], TextError, "prompts .* have no token"),
+        ({}, [[1, 2], [3]], TextError, r"prompts \[1\] have no token before the last"),
+        ({}, [[1, 2, tiny.VOCAB]], ShapeError, f"ids from 1 to {tiny.VOCAB}"),
+        ({"family": "gpt2"}, [[1] * 131], ShapeError, "of up to 131 tokens are longer"),
+        ({"layers": (0,), "position": "before"}, texts(), ConditionError, "below all trained ones"),
+        ({"family": "mamba"}, texts(), ConditionError, "does not cache keys and values of each layer"),
     ],
 )
-def test_prompts_that_cannot_be_cached(settings: Any, prompts: Any, last: int, error: Any, message: str) -> None:
-    with pytest.raises(error, match=message), cached_prompts(attach(**settings), prompts, last=last):
+def test_prompts_that_cannot_be_cached(settings: Any, prompts: Any, error: Any, message: str) -> None:
+    with pytest.raises(error, match=message), cached_prompts(attach(**settings), prompts):
         pass
 
 

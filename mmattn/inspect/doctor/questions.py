@@ -65,9 +65,6 @@ def read_items(data: object, count: int) -> list[Item]:
     """Return at most so many questions of rows, or of their file or folder, drawn at random.
 
     The other row of each asks the same and has another answer, or else it is any with another answer.
-
-    Raises:
-        ConfigError: rows without a question or evidence, or all with the same answer or evidence.
     """
     rows = _rows(data)
     if not rows:
@@ -205,11 +202,7 @@ NEW_TOKENS = 24
 
 
 def make_answer(model: object, processor: Any, batch_size: int, batched: bool) -> Answer:
-    """Return the function that answers questions from evidence; arguments as of `doctor`.
-
-    Raises:
-        ConfigError: none of these, or a model without a processor.
-    """
+    """Return the function that answers questions from evidence; arguments as of `doctor`."""
     if isinstance(model, str):
         return _endpoint(model, batch_size)
     if hasattr(model, "make_memory"):

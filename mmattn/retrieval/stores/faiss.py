@@ -126,8 +126,6 @@ class HNSWStore(FaissStore):
     """A graph of neighbours (arXiv 1603.09320): fast and nearly exact, 8 bytes per link.
 
     Args:
-        dim: width e of the vectors.
-        metric: "cosine", "ip" or "l2".
         links: neighbours of each entry.
         build_effort: candidates considered while the graph is built.
         search_effort: candidates considered in a search; more find more.
@@ -163,8 +161,6 @@ class IVFStore(FaissStore):
     2409.10516). Up to 1,024 entries are all compared.
 
     Args:
-        dim: width e of the vectors.
-        metric: "cosine", "ip" or "l2".
         lists: number of lists; by default 4 √n, with at least 39 entries each.
         visited: lists that a search visits; by default a 32nd, at least 32. More find more.
 
@@ -209,8 +205,6 @@ class IVFPQStore(IVFStore):
     Use it with `Index.load(..., mapped=True)`, which leaves the full vectors on the disk.
 
     Args:
-        dim: width e of the vectors.
-        metric: "cosine", "ip" or "l2".
         lists: number of lists; by default 4 √n, with at least 39 entries each.
         visited: lists that a search visits; by default an eighth, at least 8. More find more.
         bytes: bytes of each entry, a divisor of its width e; by default about e/4.

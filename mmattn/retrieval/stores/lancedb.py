@@ -40,8 +40,6 @@ class LanceStore(DatabaseStore):
     wait for each other; in an object store one process at a time may change a table, and any number may search it.
 
     Args:
-        dim: width e of the vectors.
-        metric: "cosine", "ip" or "l2".
         uri: of the database: a folder, an address such as "s3://bucket/path", or "memory://".
         table: its name.
 

@@ -45,8 +45,6 @@ class PgvectorStore(DatabaseStore):
     pgvector is searched.
 
     Args:
-        dim: width e of the vectors.
-        metric: "cosine", "ip" or "l2".
         dsn: the database for libpq: "postgresql://user@host/database", "host=… dbname=…", or "" for the environment
             (PGHOST, PGDATABASE, PGPASSWORD, …).
         table: its name, or SCHEMA.NAME.

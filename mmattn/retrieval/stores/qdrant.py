@@ -53,8 +53,6 @@ class QdrantStore(DatabaseStore):
     half-way keeps the half that it received.
 
     Args:
-        dim: width e of the vectors.
-        metric: "cosine", "ip" or "l2".
         location: ":memory:", the address of a server, or a folder, which one process at a time can open; its stores
             share a client.
         client: your own client instead, which `close` leaves open.

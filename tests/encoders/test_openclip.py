@@ -109,8 +109,6 @@ def test_a_bad_picture_is_numbered_across_batches(save_clip: SaveClip, picture: 
     eye = OpenCLIPEncoder(save_clip())
     with pytest.raises(ImageError, match="picture 3: the bytes is empty"):
         eye([picture, picture, picture, b""], batch_size=2)
-    with pytest.raises(ImageError, match="max_pixels"):
-        eye(picture, max_pixels=100)
 
 
 def test_the_fingerprint_is_of_what_shapes_the_memory(save_clip: SaveClip) -> None:

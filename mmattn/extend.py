@@ -9,8 +9,8 @@ from mmattn.lazy import lazy_exports
 if TYPE_CHECKING:
     from mmattn.adapters.base import AdapterLayers, register_adapter, register_memory_type
     from mmattn.adapters.projection import PreparedMemory, ProjectedView, VectorMemory
-    from mmattn.adapters.protocols import AdapterConfig, BoundMemory, HeadSizes, Host, Scale, Site, Traits, View
-    from mmattn.adapters.settings import chosen_sites, random_memory, settle_layers
+    from mmattn.adapters.protocols import BoundMemory, HeadSizes, Host, Scale, Site, Traits, View
+    from mmattn.adapters.settings import AdapterConfig, chosen_sites, random_memory, settle_layers
     from mmattn.adapters.text_state import TextState
     from mmattn.core.cross_attention import CrossAttention
     from mmattn.core.key_values import KeyValue

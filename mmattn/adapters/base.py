@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from mmattn.adapters.projection import PreparedMemory, ProjectedMemory, Reader
-from mmattn.adapters.protocols import POSITIONS, AdapterConfig, BoundMemory, Site, Traits
+from mmattn.adapters.protocols import POSITIONS, BoundMemory, Site, Traits
 from mmattn.adapters.resampler import PerceiverResampler, Resampler
+from mmattn.adapters.settings import AdapterConfig
 from mmattn.adapters.text_state import Keywords
 from mmattn.errors import ConditionError, ConfigError, ShapeError
 from mmattn.lazy import Registry
@@ -206,7 +207,7 @@ def register_adapter(config: type, layers: type[AdapterLayers]) -> None:
     """Register a kind of adapter, so that it can be attached, saved and loaded once its module is imported.
 
     Args:
-        config: the settings, a frozen dataclass with the members of `mmattn.extend.AdapterConfig`.
+        config: the settings, a subclass of `mmattn.extend.AdapterConfig` and frozen dataclass.
         layers: a subclass of `mmattn.extend.AdapterLayers`, made from the settings and the sites of one host.
 
     Raises:
@@ -216,11 +217,11 @@ def register_adapter(config: type, layers: type[AdapterLayers]) -> None:
     >>> register_adapter(GatedAdapter, GatedLayers)
     """
     cls: Any = config
-    lacks = [name for name in ("kind", "positions", "sites", "example_memory") if not hasattr(cls, name)]
-    if not dataclasses.is_dataclass(config) or not cls.__dataclass_params__.frozen or lacks:
+    frozen = dataclasses.is_dataclass(config) and cls.__dataclass_params__.frozen
+    if not (frozen and issubclass(config, AdapterConfig) and hasattr(cls, "kind") and hasattr(cls, "positions")):
         raise ConfigError(
-            f"{cls.__name__} must be a frozen dataclass with kind, positions, sites and example_memory (lacks "
-            f"{lacks or 'none of them'}): decorate it with @dataclass(frozen=True)"
+            f"{cls.__name__} must be a subclass of mmattn.extend.AdapterConfig with kind and positions: decorate it "
+            "with @dataclass(frozen=True)"
         )
     kind = cls.kind
     if not isinstance(kind, str) or not kind.isidentifier():

@@ -27,7 +27,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, create_model
 from torch import Tensor, nn
 
-from mmattn.adapters.protocols import AdapterConfig
+from mmattn.adapters.settings import AdapterConfig
 from mmattn.errors import AdapterFileError, AttachError, ConfigError
 from mmattn.storage.files import Path, lock_folder, replacing, sync_folder, write_text
 from mmattn.storage.json_files import read_json, validated, write_json

@@ -117,7 +117,7 @@ class StreamWindow(PreparedMemory):
             else:
                 slots = computed.of(self.stream, adapter, layer, self.start, self.stop)
             has_null = getattr(adapter.kv_projection(layer), "null_key", None) is not None
-            projected[layer] = KeyValueParts(((slots, None),)) if has_null else slots
+            projected[layer] = KeyValueParts((slots,)) if has_null else slots
         return projected
 
 
@@ -196,7 +196,7 @@ class PartedMemory(BoundMemory):
             here = torch.ones(text.rows, 1, 1, device=device) if has_memory is None else has_memory.float()
             has_memory = summed(here, self.group) > 0
         projected = {
-            layer: KeyValueParts(tuple((one.projected[layer], None) for one in views), self.group)
+            layer: KeyValueParts(tuple(one.projected[layer] for one in views), self.group)
             for layer in views[-1].projected
         }
         return ProjectedView(projected, views[-1].attention_mask, has_memory)

@@ -17,17 +17,9 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from mmattn.adapters.protocols import (
-    AdapterConfig,
-    BoundMemory,
-    JoinRequests,
-    KeepFinite,
-    PackedView,
-    Scale,
-    View,
-    check_one_row,
-)
+from mmattn.adapters.protocols import BoundMemory, JoinRequests, KeepFinite, PackedView, Scale, View, check_one_row
 from mmattn.adapters.resampler import PerceiverResampler
+from mmattn.adapters.settings import AdapterConfig
 from mmattn.adapters.text_state import PackedText, TextState
 from mmattn.core.attention_inputs import combine_masks, visible_rows, zero_hidden
 from mmattn.core.key_values import KeyValue

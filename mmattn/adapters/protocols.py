@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -251,27 +251,3 @@ def check_one_row(memory: BoundMemory) -> None:
     """Check that the memory of a request has one row."""
     if memory.rows != 1:
         raise ShapeError(f"a request has one row of memory, got {memory.rows}: add a request for each row")
-
-
-class AdapterConfig(Protocol):
-    """The settings of one kind of adapter: a frozen dataclass, registered by `register_adapter`.
-
-    Attributes:
-        kind: the name of the kind in `adapter_config.json`.
-        positions: the positions of the sites it acts at.
-        example_call: one line of code for the card of a saved adapter.
-    """
-
-    kind: ClassVar[str]
-    positions: ClassVar[tuple[str, ...]]
-    example_call: ClassVar[str]
-
-    @property
-    def memory_dim(self) -> int:
-        """e, width of the memory; 0 where it is no vectors."""
-
-    def sites(self, host: Host) -> list[Site]:
-        """Return the sites of this host at which the adapter acts; AttachError if it has no such layers."""
-
-    def example_memory(self, generator: torch.Generator, rows: int = 3) -> object:
-        """Return a random memory for this adapter, with some slots masked; ConfigError if there is no example."""

@@ -3,19 +3,49 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
-from mmattn.adapters.protocols import Site
+from mmattn.adapters.protocols import Host, Site
 from mmattn.errors import AttachError, ConfigError, check_bool, check_int
 from mmattn.memory import Memory
 
-#: An adapter acts at every n-th layer if neither `every` nor `layers` is given and the host has so many.
-EVERY = 4
 MAX_WIDTH = 512
 #: A norm takes two numbers from a vector, its mean and its length. Of a narrow one that is most of what it says.
 NARROW = 12
+
+
+class AdapterConfig:
+    """Base of the settings of a kind of adapter, which are a frozen dataclass (`register_adapter`).
+
+    Attributes:
+        kind: the name of the kind in `adapter_config.json`.
+        positions: the positions of the sites it acts at.
+        example_call: one line of code for the card of a saved adapter.
+        default_every: n, if neither `every` nor `layers` is given and the host has so many layers.
+        memory_dim: e, width of the memory; 0 where it is no vectors.
+    """
+
+    kind: ClassVar[str]
+    positions: ClassVar[tuple[str, ...]]
+    example_call: ClassVar[str] = "model(..., memory=memory)"
+    default_every: ClassVar[int] = 4
+    memory_dim: int
+
+    def sites(self, host: Host) -> list[Site]:
+        """Return the sites of this host at which the adapter acts; AttachError if it has no such layers.
+
+        By default the layers that the fields `layers` or `every` name, or all without such fields; of a host with an
+        encoder and a decoder those of the decoder.
+        """
+        position = getattr(self, "position", self.positions[0])
+        offered = [site for site in host.sites(position) if site.part != "encoder"]
+        return chosen_sites(self, offered) if hasattr(self, "every") else offered
+
+    def example_memory(self, generator: torch.Generator, rows: int = 3) -> object:
+        """Return a random memory for this adapter, with some slots masked; ConfigError if there is no example."""
+        return random_memory(generator, rows, self.memory_dim)
 
 
 def settle(config: object, **values: object) -> None:
@@ -73,7 +103,7 @@ def settle_layers(config: Any) -> None:
     settle(config, layers=None if layers is None else tuple(sorted(layers)))
 
 
-def chosen_sites(config: Any, offered: list[Site], default_every: int = EVERY) -> list[Site]:
+def chosen_sites(config: Any, offered: list[Site]) -> list[Site]:
     """Return the sites that the fields `layers` or `every` name, out of those of a host; AttachError for others."""
     depth, every = len(offered), config.every
     if config.layers is not None:
@@ -82,7 +112,7 @@ def chosen_sites(config: Any, offered: list[Site], default_every: int = EVERY) -
         return [offered[layer] for layer in config.layers]
     if every is not None and every > depth:
         raise AttachError(f"every={every} was asked for and the host has only {depth} layers: choose at most that")
-    every = min(default_every, depth) if every is None else every
+    every = min(config.default_every, depth) if every is None else every
     return offered[every - 1 :: every]
 
 

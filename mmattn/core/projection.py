@@ -103,7 +103,7 @@ Attended = Tensor | KeyValue | AttendableMemory
 class KeyValueProjection(nn.Module):
     """Keys and values of a memory (b, m, e) by head, and attention of queries (b, h, l, k) over them.
 
-    K = M Wk and V = M Wv (arXiv 1706.03762, section 3.2.2).
+    K = M Wk and V = M Wv (arXiv 1706.03762, section 3.2.2). Arguments without a line are those of `CrossAttention`.
 
     Args:
         k_proj: linear layer e to g·k.
@@ -114,14 +114,6 @@ class KeyValueProjection(nn.Module):
         memory_dim: e.
         k_norm: of the keys of a head.
         rotary: rotary positions of keys.
-        null_slot: as in `CrossAttention`.
-        length_norm: C of arXiv 2410.10450, as in `CrossAttention`.
-        score_bias: as in `CrossAttention`, as are `score_mean` and `score_std`.
-        score_mean: with `score_bias`.
-        score_std: with `score_bias`.
-        dropout: probability of dropping a weight in training.
-        scale: of the scores, 1/√k by default.
-        backend: as in `attend`.
         needs_visible: who attends sets rows without a real slot to 0, and asks which they are.
 
     >>> projection = KeyValueProjection(

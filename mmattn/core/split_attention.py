@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mmattn.core.attention import AttentionOutput, concatenate, merge
-from mmattn.core.attention_inputs import combine_masks, repeat_rows
+from mmattn.core.attention_inputs import repeat_rows
 from mmattn.core.key_values import KeyValue
 from mmattn.core.projection import AttendableMemory, KeyValueProjection
 from mmattn.errors import ConfigError
@@ -29,9 +29,7 @@ if TYPE_CHECKING:
 class KeyValueParts(AttendableMemory):
     """Keys and values of a memory in parts, attended to as if they lay one after the other."""
 
-    # each with the mask (b, h or 1, l, m) bool of the slots each query may attend to; None for all that are real. The
-    # rows of a part divide those of the queries
-    parts: tuple[tuple[KeyValue, Tensor | None], ...]
+    parts: tuple[KeyValue, ...]  # their rows divide those of the queries
     # of `torch.distributed`, where each process has parts of its own and all have the same queries
     group: ProcessGroup | None = None
 
@@ -40,10 +38,11 @@ class KeyValueParts(AttendableMemory):
             raise ConfigError("no process has the weights over a memory that is split over processes: use one")
         queries = q if self.group is None else _SumGradients.apply(q, self.group)
         options = projection.options(return_weights, return_log_sum_exp=True)
-        results = []
-        for kv, mask in self.parts:
-            allowed = _allowed(queries, kv, mask)
-            results.append(projection.attend_projected(queries, kv.without_null(), allowed, mask is not None, options))
+        masks = [None if kv.mask is None else kv.mask[:, None, None] for kv in self.parts]
+        results = [
+            projection.attend_projected(queries, kv.without_null(), mask, False, options)
+            for kv, mask in zip(self.parts, masks, strict=True)
+        ]
         size = self._length_norm(projection, q)
         totals = [one.log_sum_exp + size for one in results if one.log_sum_exp is not None]
         output, total = self._merge([one.output for one in results], totals)
@@ -70,20 +69,12 @@ class KeyValueParts(AttendableMemory):
         return math.log(projection.length_norm) - self._count(q).clamp(min=1).log()
 
     def _count(self, q: Tensor) -> Tensor:
-        """Return how many slots of all parts each query may attend to, broadcastable to (b, h, l, 1)."""
-        count = torch.zeros(1, 1, 1, 1, device=q.device, dtype=torch.promote_types(q.dtype, torch.float32))
-        for kv, mask in self.parts:
-            allowed = _allowed(q, kv, mask)
-            if allowed is None:
-                count = count + kv.slots
-            else:
-                slots = allowed.expand(*allowed.shape[:3], kv.slots).sum(-1, keepdim=True)
-                count = count + repeat_rows(slots, q.shape[0]).to(count)
-        return count if self.group is None else summed(count.expand(q.shape[0], -1, q.shape[2], 1), self.group)
-
-
-def _allowed(q: Tensor, kv: KeyValue, mask: Tensor | None) -> Tensor | None:
-    return combine_masks(kv.mask, mask, (q.shape[0], kv.batch, q.shape[1], q.shape[2], kv.slots))
+        """Return how many slots of all parts each row may attend to, (b, 1, 1, 1)."""
+        count = torch.zeros(len(q), 1, 1, 1, device=q.device, dtype=torch.promote_types(q.dtype, torch.float32))
+        for kv in self.parts:
+            slots = kv.slots if kv.mask is None else repeat_rows(kv.mask.sum(1)[:, None, None, None], len(q))
+            count = count + slots
+        return count if self.group is None else summed(count, self.group)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 from mmattn.adapters.base import build_layers
 from mmattn.adapters.gated import GatedAdapter
-from mmattn.adapters.protocols import AdapterConfig, Site
+from mmattn.adapters.protocols import Site
+from mmattn.adapters.settings import AdapterConfig
 from mmattn.errors import AdapterFileError, AttachError, ConfigError, MmattnError
 from mmattn.hosts.attachment import check_host, outside_modes
 from mmattn.hosts.diffusion.heads import is_of_diffusers

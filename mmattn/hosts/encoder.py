@@ -12,7 +12,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from mmattn.adapters.base import AdapterLayers
 from mmattn.adapters.host_models import device_of, text_config
-from mmattn.adapters.protocols import AdapterConfig, BoundMemory, Scale, Site
+from mmattn.adapters.protocols import BoundMemory, Scale, Site
+from mmattn.adapters.settings import AdapterConfig
 from mmattn.errors import AttachError, ConditionError
 from mmattn.hosts.attach import register_host
 from mmattn.hosts.context import Call, ForwardStep, Handle, Keywords, Positional

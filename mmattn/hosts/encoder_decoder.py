@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from mmattn.adapters.base import AdapterLayers
 from mmattn.adapters.host_models import device_of, given_cache
-from mmattn.adapters.protocols import AdapterConfig, Site
+from mmattn.adapters.protocols import Site
+from mmattn.adapters.settings import AdapterConfig
 from mmattn.adapters.text_state import TextState
 from mmattn.errors import AttachError, ConditionError
 from mmattn.hosts.attach import register_host

@@ -18,7 +18,8 @@ from mmattn.adapters.base import adapter_kinds, build_layers
 from mmattn.adapters.files import CONFIG, TENSORS, Shapes, check_tensors, load_folder, parse_config
 from mmattn.adapters.host_models import depth_of, text_config, width_of
 from mmattn.adapters.prefix import PrefixAdapter, PrefixLayers
-from mmattn.adapters.protocols import AdapterConfig, HeadSizes, Site
+from mmattn.adapters.protocols import HeadSizes, Site
+from mmattn.adapters.settings import AdapterConfig
 from mmattn.errors import AdapterFileError, AttachError, ConfigError, NonFiniteError
 from mmattn.hosts.attach import adapted_model, attach
 from mmattn.hosts.attachment import outside_modes

@@ -21,7 +21,8 @@ from typing_extensions import Self, Unpack
 from mmattn.adapters import memory_types  # noqa: F401  (it registers them)
 from mmattn.adapters.base import AdapterLayers, build_layers, is_adapter, kinds_at
 from mmattn.adapters.files import check_name
-from mmattn.adapters.protocols import AdapterConfig, BoundMemory, Site
+from mmattn.adapters.protocols import BoundMemory, Site
+from mmattn.adapters.settings import AdapterConfig
 from mmattn.adapters.text_state import TextState
 from mmattn.errors import AdapterFileError, AttachError, ConditionError, ConfigError, check_float
 from mmattn.hosts.attachment import MARK, Attachment, check_host, outside_modes

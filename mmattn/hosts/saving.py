@@ -26,7 +26,8 @@ from mmattn.adapters.files import (
     save_folder,
 )
 from mmattn.adapters.host_models import is_on_disk, text_config
-from mmattn.adapters.protocols import AdapterConfig, Site
+from mmattn.adapters.protocols import Site
+from mmattn.adapters.settings import AdapterConfig
 from mmattn.errors import AdapterFileError, ConfigError
 from mmattn.hosts.peft import inner_host
 from mmattn.hosts.stored import shards
@@ -157,7 +158,7 @@ tags: [mmattn, cross-attention, adapter]
 {imports}
 
 model = mmattn.load(host, "this folder")
-{getattr(adapter.config, "example_call", "model(..., memory=memory)")}
+{adapter.config.example_call}
 ```
 
 Written by mmattn {config["mmattn_version"]}.

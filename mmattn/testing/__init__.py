@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mmattn.adapters.protocols import AdapterConfig
+from mmattn.adapters.settings import AdapterConfig
 from mmattn.testing import adapter_answers, adapter_calls, adapter_life, hosts, stores
 from mmattn.testing.case import Case, Check, MakeHost, MakeMemory, checks_of, promise, run_checks, stir
 from mmattn.testing.hosts import HostCase

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from mmattn.adapters.protocols import AdapterConfig
+from mmattn.adapters.settings import AdapterConfig
 from mmattn.hosts.attach import attach
 from mmattn.hosts.model import AdaptedModel
 from mmattn.memory import Memory

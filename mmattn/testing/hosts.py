@@ -13,7 +13,8 @@ from unittest import SkipTest
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from mmattn.adapters.protocols import POSITIONS, AdapterConfig, Site
+from mmattn.adapters.protocols import POSITIONS, Site
+from mmattn.adapters.settings import AdapterConfig
 from mmattn.adapters.text_state import TextState
 from mmattn.errors import AttachError, ConditionError
 from mmattn.hosts.attach import adapted_model, attach, host_kind, host_kinds

@@ -1,4 +1,4 @@
-"""python -m recipes.benchmarks [PART ...] [--device cuda] [--quick]: ratios of times."""
+"""python -m recipes.benchmarks [PART ...] [--quick]: ratios of times on the CPU; on_a_card.py is for a GPU."""
 
 from __future__ import annotations
 
@@ -29,8 +29,6 @@ PARTS = {
     "late_interaction": "late_interaction.tables",
     "training": "training_memory.tables",
 }
-#: Parts that run on other devices than the CPU.
-ON_DEVICES = ("core", "decoding", "ways", "prompting", "passages", "denoising")
 
 
 def main() -> None:
@@ -38,18 +36,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m recipes.benchmarks", description=__doc__)
     parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)}; all by default")
     parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16"])
-    parser.add_argument("--device", help=f"such as cuda, for {', '.join(ON_DEVICES)}")
     parser.add_argument("--quick", action="store_true", help="few sizes, short rounds: to see that it runs")
     options = parser.parse_args()
     if unknown := set(options.parts) - set(PARTS):
         parser.error(f"no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
-    if options.device is not None and not set(options.parts or PARTS) <= set(ON_DEVICES):
-        parser.error(f"--device belongs to the parts {', '.join(ON_DEVICES)}: name some of them")
     logging.set_verbosity_error()  # layers without their model would warn about a config they do not need
-    if options.device is not None:
-        torch.set_default_device(options.device)
-    card = f", {torch.cuda.get_device_name()}" if torch.get_default_device().type == "cuda" else ""
-    print(f"torch {torch.__version__}, {platform.machine()}, {torch.get_num_threads()} threads{card}")
+    print(f"torch {torch.__version__}, {platform.machine()}, {torch.get_num_threads()} threads")
     print("Every figure is a ratio of times measured in turn, round by round; its median over the rounds.\n")
     dtypes = [getattr(torch, name) for name in options.dtype]
     for part in options.parts or PARTS:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -16,6 +16,8 @@ from transformers import PreTrainedTokenizerBase
 import mmattn
 from mmattn import models, training
 from mmattn.errors import ConfigError
+
+from .settings import Config
 
 #: What a question asks for, by its answer.
 KINDS = {"yes": "yes or no", "no": "yes or no", "circle": "shape", "rectangle": "shape", "triangle": "shape"}
@@ -200,3 +202,30 @@ def spelling_shares(data: Data, predicted: Tensor) -> dict[str, float]:
         for number, text in enumerate(spellings("is it red?"))
         if (spelling == number).any()
     }
+
+
+def train_rows(
+    model: Any,
+    name: str,
+    rows: Sequence[Any],
+    loss: Callable[[Tensor], Tensor],
+    settings: Config,
+    run: training.RunFolder,
+    **fields: Any,
+) -> float:
+    """Train a model by the mean loss of rows; return the seconds. `fields` of `TrainingArguments` override settings."""
+
+    class RowTrainer(training.AdapterTrainer):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
+            return loss(inputs["rows"])
+
+    optim = settings.optim
+    trainer = RowTrainer(
+        model,
+        optim.arguments(settings, **fields),
+        data_collator=lambda rows: {"rows": torch.stack([torch.as_tensor(row) for row in rows])},
+        train_dataset=rows,
+        gate_learning_rate=optim.gate_learning_rate,
+        calibrate=optim.calibrate,
+    )
+    return run.train(trainer, name, settings.progress)

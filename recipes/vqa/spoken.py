@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 import mmattn
 from mmattn import training
 
-from .data import Data, prompt_template, row
+from .data import Data, prompt_template, row, train_rows
 from .settings import Config
 from .speech import encode_speech
 
@@ -48,20 +48,8 @@ def answer_spoken(
     spoken = Spoken(model, data, sounds, pictures, layer, target)
 
     def train(name: str, loss: Callable[[Tensor], Tensor], count: int, steps: int) -> float:
-        class SpokenTrainer(training.AdapterTrainer):
-            def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
-                return loss(inputs["rows"])
-
-        trainer = SpokenTrainer(
-            model,
-            optim.arguments(settings, max_steps=steps, use_cache=True),
-            data_collator=lambda numbers: {"rows": torch.tensor(numbers)},
-            train_dataset=range(count),
-            gate_learning_rate=optim.gate_learning_rate,
-            calibrate=optim.calibrate,
-        )
         try:
-            return run.train(trainer, name, settings.progress)
+            return train_rows(model, name, range(count), loss, settings, run, max_steps=steps, use_cache=True)
         finally:
             model.save_adapter(run.path / name, name)
 

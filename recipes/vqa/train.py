@@ -9,6 +9,7 @@ questions of the public test split.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -31,6 +32,7 @@ from .data import (
     prompt_template,
     row,
     spelling_shares,
+    train_rows,
     training_tokens,
 )
 from .report import draw_answers, table
@@ -79,7 +81,15 @@ def main(config: dict[str, Any]) -> Path:
     with training.cached_prompts(model, texts) as prompts:
         answer = partial(predict, model, prompts, data)
         rows.append(row(data, "frozen model, no picture", answer(None)))
-        seconds = train(model, prompts, tokens, train_memory, settings, run)
+
+        def loss(rows: Tensor) -> Tensor:
+            texts, pictures, target = rows.T
+            logits = model(**prompts[texts], memory=train_memory[pictures]).logits[:, -1]
+            return F.cross_entropy(logits.float(), target)
+
+        seconds = None
+        with contextlib.suppress(KeyboardInterrupt):
+            seconds = train_rows(model, "adapter", tokens, loss, settings, run, use_cache=True)
         model.save_adapter(run.path / "adapter", encoder=encoder.fingerprint)
         pipeline_config = make_pipeline_config(settings, tokenizer, data)
         pipeline_config.save(run.path / "adapter")
@@ -101,42 +111,6 @@ def main(config: dict[str, Any]) -> Path:
     results = run.finish(content | {"seed": settings.seed}, table)
     pipeline_config.model_copy(update={"results": results}).save(run.path / "adapter")
     return run.path
-
-
-def train(
-    model: Any,
-    prompts: training.PromptCache,
-    tokens: Tensor,
-    memory: mmattn.Memory,
-    settings: Config,
-    run: training.RunFolder,
-) -> float | None:
-    """Train the adapter on rows (n, 3) of a text, a picture and the token that follows; None after Ctrl-C."""
-
-    class AnswerTrainer(training.AdapterTrainer):
-        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
-            texts, pictures, target = inputs["rows"].T
-            logits = model(**prompts[texts], memory=memory[pictures]).logits[:, -1]
-            return F.cross_entropy(logits.float(), target)
-
-    optim = settings.optim
-    trainer = AnswerTrainer(
-        model,
-        optim.arguments(settings, use_cache=True),
-        data_collator=collate_rows,
-        train_dataset=tokens,
-        gate_learning_rate=optim.gate_learning_rate,
-        calibrate=optim.calibrate,
-    )
-    try:
-        return run.train(trainer, "adapter", settings.progress)
-    except KeyboardInterrupt:
-        return None
-
-
-def collate_rows(rows: Sequence[Any]) -> dict[str, Tensor]:
-    """Return the rows of a batch as one tensor, which `compute_loss` makes a call of."""
-    return {"rows": torch.stack([torch.as_tensor(row) for row in rows])}
 
 
 def make_pipeline_config(settings: Config, tokenizer: Any, data: Data) -> pipelines.PipelineConfig:
@@ -194,24 +168,19 @@ def train_lora(
     def logits(rows: Tensor) -> Tensor:
         return last_logits(lora, [data.prompts[row] for row in rows.tolist()], device)
 
-    class QuestionTrainer(training.AdapterTrainer):
-        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
-            nats = -logits(inputs["rows"]).log_softmax(-1)[:, tokens] * shares[inputs["rows"]]
-            return nats.sum(-1).mean()
+    def loss(rows: Tensor) -> Tensor:
+        return -(logits(rows).log_softmax(-1)[:, tokens] * shares[rows]).sum(-1).mean()
 
-    optim = settings.optim
     questions = [row for row in range(len(data.prompts)) if shares[row].any()]
-    arguments = optim.arguments(
-        settings,
-        max_steps=optim.lora_steps,
-        per_device_train_batch_size=min(16, len(questions)),
-        learning_rate=optim.lora_learning_rate,
-        weight_decay=0.0,
-        warmup_steps=5,
-    )
-    trainer = QuestionTrainer(lora, arguments, data_collator=collate_rows, train_dataset=questions)
+    fields = {
+        "max_steps": settings.optim.lora_steps,
+        "per_device_train_batch_size": min(16, len(questions)),
+        "learning_rate": settings.optim.lora_learning_rate,
+        "weight_decay": 0.0,
+        "warmup_steps": 5,
+    }
     with training.cached_hidden_states(lora, Path(settings.cache) / "states"):
-        seconds = run.train(trainer, "LoRA", settings.progress)
+        seconds = train_rows(lora, "LoRA", questions, loss, settings, run, **fields)
         with torch.no_grad():
             parts = torch.arange(len(data.prompts)).split(16)
             answers = torch.cat([logits(part).argmax(-1).cpu() for part in parts])

@@ -146,7 +146,7 @@ def test_any_bytes_in_the_middle(folder: Folder, name: str, place: float, raw: b
 @given(data=st.data(), value=JSON)
 @settings(max_examples=300)
 def test_any_value_in_any_field_of_both_configs(folder: Folder, data: st.DataObject, value: object) -> None:
-    """With right checksums, so that only the meaning of the field decides."""
+    """Invariant 132: with right checksums, so that only the meaning of the field decides."""
     header, info, body = taken_apart(folder.good[TENSORS])
     config = json.loads(folder.good[CONFIG])
     part = data.draw(st.sampled_from([config, config["adapter"], config["adapter"]["resampler"], config["host"]]))

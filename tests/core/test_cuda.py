@@ -17,7 +17,7 @@ import mmattn
 from mmattn import attend
 from mmattn.adapters import ChunkedAdapter, GatedAdapter, InsertedAdapter, PassageAdapter, PrefixAdapter
 from mmattn.adapters.host_models import cache_name
-from mmattn.adapters.protocols import AdapterConfig
+from mmattn.adapters.settings import AdapterConfig
 from mmattn.errors import NonFiniteError
 from mmattn.hosts import PassageCache
 from mmattn.testing import stir

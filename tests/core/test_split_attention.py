@@ -28,13 +28,12 @@ class Parts:
     own: Tensor
     masks: tuple[Tensor | None, Tensor | None]
     scores: tuple[Tensor | None, Tensor | None]
-    rule: Tensor | None
 
     def split(self, queries: int | None = None, **more: Any) -> Any:
         (shared, own), (of_shared, of_own) = self.masks, self.scores
         first = self.layer.project(self.shared, mask=shared, scores=of_shared, queries=queries)
         second = self.layer.project(self.own, mask=own, scores=of_own, queries=queries)
-        return self.layer(self.x, KeyValueParts(((first, None), (second, self.rule))), **more)
+        return self.layer(self.x, KeyValueParts((first, second)), **more)
 
     def whole(self, **more: Any) -> Any:
         b = len(self.own)
@@ -43,9 +42,6 @@ class Parts:
             given["mask"] = torch.cat([self.masks[0].expand(b, -1), self.masks[1]], 1)
         if self.scores[0] is not None and self.scores[1] is not None:
             given["scores"] = torch.cat([self.scores[0].expand(b, -1), self.scores[1]], 1)
-        if self.rule is not None:
-            everything = torch.ones(*self.rule.shape[:3], SHARED, dtype=torch.bool)
-            given["attention_mask"] = torch.cat([everything, self.rule], -1)
         return self.layer(self.x, torch.cat([self.shared.expand(b, -1, -1), self.own], 1), **given, **more)
 
     def gradients(self, out: Tensor, upstream: Tensor) -> list[Tensor]:
@@ -56,7 +52,6 @@ class Parts:
 def make(
     dtype: torch.dtype = torch.float32,
     masked: bool = False,
-    rule: bool = False,
     rows: int = 6,
     length: int = L,
     scores: bool = False,
@@ -76,16 +71,14 @@ def make(
         masks = torch.rand(1, SHARED) > 0.3, torch.rand(3, OWN) > 0.5
         masks[1][1] = False
     of = (torch.randn(1, SHARED).to(dtype), torch.randn(3, OWN).to(dtype)) if scores else (None, None)
-    seen = torch.rand(rows, 1, length, OWN) > 0.4 if rule else None
-    return Parts(layer, random(rows, length, D), random(1, SHARED, E), random(3, OWN, E), masks, of, seen)
+    return Parts(layer, random(rows, length, D), random(1, SHARED, E), random(3, OWN, E), masks, of)
 
 
 SETTINGS: list[dict[str, Any]] = [
     {},
     {"masked": True},
-    {"masked": True, "rule": True},
     {"null_slot": True, "masked": True},
-    {"null_slot": True, "length_norm": 10.0, "masked": True, "rule": True},
+    {"null_slot": True, "length_norm": 10.0, "masked": True},
     {"null_slot": True, "length_norm": 10.0},
     {"scores": True, "masked": True},
     {"qk_norm": True, "null_slot": True},

@@ -78,8 +78,8 @@ def pool(*modes: str, **options: Any) -> Any:
     return modules.Pooling(WIDTH, modes[0] if len(modes) == 1 else modes, **options)
 
 
-def dense(activation: Any = None, width: int = WIDTH) -> Any:
-    return lambda: modules.Dense(width, NARROW, activation_function=activation or nn.Tanh())
+def dense(activation: Any = None) -> Any:
+    return lambda: modules.Dense(WIDTH, NARROW, activation_function=activation or nn.Tanh())
 
 
 #: Names of published models, or of what a folder asks for: the transformer, the modules behind it, and its options.
@@ -89,7 +89,6 @@ KINDS: dict[str, tuple[str, list[Any], dict[str, Any]]] = {
     "mean alone": ("bert", [pool("mean")], {}),
     "max": ("bert", [pool("max"), modules.Normalize()], {}),
     "SGPT": ("bert", [pool("weightedmean")], {}),
-    "root of the length": ("bert", [pool("mean_sqrt_len_tokens")], {}),
     "concatenated": ("bert", [pool("cls", "mean", "max"), modules.Normalize()], {}),
     "E5": (
         "bert", [pool("mean"), modules.Normalize()],
@@ -108,9 +107,6 @@ KINDS: dict[str, tuple[str, list[Any], dict[str, Any]]] = {
         "qwen", [pool("mean"), dense(nn.Identity()), modules.Normalize()],
         {"prompts": {"query": QUERY, "document": PASSAGE}},
     ),
-    "a LayerNorm": ("bert", [pool("mean"), lambda: modules.LayerNorm(WIDTH)], {}),
-    "concatenated and dense": ("bert", [pool("cls", "mean"), dense(nn.GELU(), 2 * WIDTH)], {}),
-    "normalised before a dense layer": ("bert", [pool("mean"), modules.Normalize(), dense()], {}),
     "short": ("bert", [pool("cls")], {"max_seq_length": 7}),
     "short and dense": ("bert", [pool("cls"), dense()], {"max_seq_length": 7}),
     "lower case": ("bert", [pool("mean")], {"do_lower_case": True}),

@@ -116,13 +116,6 @@ def test_a_long_text_is_cut_and_told(folder: Path) -> None:
         TextEncoder(folder).encode("x" * (POSITIONS - 2))
 
 
-def test_nothing_gives_nothing(folder: Path) -> None:
-    memory = TextEncoder(folder).encode([])
-    assert (memory.batch, memory.length, memory.dim) == (0, 1, WIDTH)
-    unpooled = TextEncoder(folder, pooling="none").encode([])
-    assert (unpooled.batch, unpooled.dim) == (0, WIDTH)
-
-
 def test_the_fingerprint_is_of_what_shapes_the_memory(folder: Path, tmp_path: Path) -> None:
     encoder = TextEncoder(folder)
     first = encoder.fingerprint

@@ -34,9 +34,13 @@ CHOSEN = {
     ),
     "UNets": tuple(tiny_unets.KINDS),
 }
-SLOW = ("deepseek_v4", "longcat_flash", "moonshine")
+#: Of those whose kind no suite in tests/test_contract.py has, or has in other words.
+QUICK = (
+    *("llama", "mistral", "mamba", "xlm", "hrm_text", "qwen2_5_vl", "marian", "roberta", "vit", "convnext", "wav2vec2"),
+    *("SD3Transformer2DModel", "WanTransformer3DModel", "DiTTransformer2DModel", "LatteTransformer3DModel", "stable"),
+)
 ROWS = [
-    pytest.param(group, name, id=f"{name} of {group.auto}", marks=[pytest.mark.slow] * (name in SLOW))
+    pytest.param(group, name, id=f"{name} of {group.auto}", marks=[pytest.mark.slow] * (name not in QUICK))
     for group in GROUPS
     for name in CHOSEN.get(group.title, ())
 ]

@@ -11,11 +11,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from mmattn import Memory, extend
+from mmattn import extend
 
 
 @dataclass(frozen=True)
-class FilmAdapter:
+class FilmAdapter(extend.AdapterConfig):
     """Settings: the width of the memory, the layers (every n-th or a list), the rank and the heads of the attention."""
 
     memory_dim: int
@@ -26,18 +26,11 @@ class FilmAdapter:
 
     kind: ClassVar[str] = "film"
     positions: ClassVar[tuple[str, ...]] = ("before",)
+    default_every: ClassVar[int] = 1
     example_call: ClassVar[str] = "model(input_ids=input_ids, memory=memory)"
 
     def __post_init__(self) -> None:
         extend.settle_layers(self)
-
-    def sites(self, host: extend.Host) -> list[extend.Site]:
-        """Return the chosen layers."""
-        return extend.chosen_sites(self, host.sites("before"), default_every=1)
-
-    def example_memory(self, generator: torch.Generator, rows: int = 3) -> Memory:
-        """Return a random memory, some slots masked."""
-        return extend.random_memory(generator, rows, self.memory_dim)
 
 
 class FilmBlock(nn.Module):

@@ -16,19 +16,18 @@ from torch import Tensor, nn
 
 import mmattn
 from mmattn.extend import (
+    AdapterConfig,
     AdapterLayers,
-    Host,
     Site,
     TextState,
     VectorMemory,
     View,
-    random_memory,
     register_adapter,
 )
 
 
 @dataclass(frozen=True)
-class PooledAdapter:
+class PooledAdapter(AdapterConfig):
     """Settings of the adapter, which is after every layer.
 
     Args:
@@ -40,14 +39,6 @@ class PooledAdapter:
     kind: ClassVar[str] = "pooled"
     positions: ClassVar[tuple[str, ...]] = ("after",)
     example_call: ClassVar[str] = "model(input_ids=input_ids, memory=memory)"
-
-    def sites(self, host: Host) -> list[Site]:
-        """Every layer."""
-        return host.sites("after")
-
-    def example_memory(self, generator: torch.Generator, rows: int = 3) -> mmattn.Memory:
-        """A random memory, some slots masked."""
-        return random_memory(generator, rows, self.memory_dim)
 
 
 class PooledLayers(AdapterLayers):

@@ -27,17 +27,12 @@ def test_names_of_the_room_are_no_modules() -> None:
     assert [name for name in mmattn.inspect.__all__ if isinstance(getattr(mmattn.inspect, name), ModuleType)] == []
 
 
-def test_weights_of_every_block_and_the_same_logits() -> None:
-    model = tiny.attach(tiny.make("llama"), null_slot=False)
+def test_the_mean_of_all_blocks() -> None:
+    """What is recorded of each block the contract suite says."""
+    model = tiny.attach(tiny.make("llama"))
     ids, memory = tiny.text(3, 7), tiny.memory(3, 5, lengths=[5, 2, 4])
-    alone = model(ids, memory=memory).logits
     with mmattn.inspect.record(model) as weights:
-        assert torch.equal(model(ids, memory=memory).logits, alone)
-    assert sorted(weights) == [("default", 0), ("default", 2)]
-    for (seen,) in weights.values():
-        assert seen.shape == (3, 2, 7, 5)
-        assert torch.allclose(seen.sum(-1), torch.ones(3, 2, 7))
-        assert not seen[~memory.mask[:, None, None].expand_as(seen)].any()
+        model(ids, memory=memory)
     (mean,) = weights.mean()
     assert torch.allclose(mean, sum(seen[0].mean(1) for seen in weights.values()) / 2)
     model(ids, memory=memory)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from pathlib import Path
 
 import pytest
@@ -35,3 +37,14 @@ def test_masks(tmp_path: Path) -> None:
     inspect.plot_mask(masks.causal(5) & masks.padding([2, 5], 5), tmp_path / "rows.png")
     with pytest.raises(MaskError):
         inspect.plot_mask(torch.ones(3, 5), tmp_path / "none.png")
+
+
+@pytest.mark.parametrize(("first", "last"), [(2.3, 0.2), (0.208, 0.203), (40.0, 0.04)])
+def test_losses_have_ticks_that_one_reads(tmp_path: Path, first: float, last: float) -> None:
+    """matplotlib notes the texts of a plot in SVG beside the outlines of their letters."""
+    losses = {step: last + (first - last) * math.exp(-step / 50) for step in range(1, 300)}
+    inspect.plot_curves({"loss": {"adapter": losses}}, tmp_path / "loss.svg", log=True)
+    labels = re.findall(r"<!-- (.*?) -->", (tmp_path / "loss.svg").read_text(encoding="utf-8"))
+    assert not [text for text in labels if "$" in text or "^" in text], "a power of ten"
+    ticks = [float(text) for text in labels if re.fullmatch(r"0?\.\d+|\d\.\d+|\d\d?", text.strip())]
+    assert len([tick for tick in ticks if 0.9 * last <= tick <= 1.1 * first]) >= 2, labels

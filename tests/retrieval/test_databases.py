@@ -351,6 +351,7 @@ def test_collections_of_others_are_left_alone() -> None:
     assert client.count("other").count == 0
 
 
+@pytest.mark.slow
 def test_a_folder_of_qdrant_is_opened_twice(tmp_path: Path) -> None:
     """Stores of one process share its client, until the last is closed; another process is refused in words."""
     folder = tmp_path / "q"

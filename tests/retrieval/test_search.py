@@ -51,8 +51,8 @@ class TestEveryEngine:
     def test_filters_hold_among_zeros_and_equals(self, store: str, metric: str) -> None:
         """Invariant 83: also where so many are allowed that an approximate store searches what it built."""
         count = 99 if store == "qdrant" else 2503
-        zeros = torch.ones(count, WIDTH) if metric == "cosine" else torch.zeros(count, WIDTH)
-        for vectors in (zeros, torch.ones(count, WIDTH), (1e-6 * torch.randn(count, WIDTH)).half()):
+        zeros = [] if metric == "cosine" else [torch.zeros(count, WIDTH)]
+        for vectors in (*zeros, torch.ones(count, WIDTH), (1e-6 * torch.randn(count, WIDTH)).half()):
             index = built(
                 vectors.float() + (1e-20 if metric == "cosine" else 0), store, metric=metric, metadata=range(count)
             )

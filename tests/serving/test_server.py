@@ -19,6 +19,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+import torch
 from PIL import Image
 
 import mmattn
@@ -43,9 +44,9 @@ def server(pipe: Any) -> Iterator[Server]:
         yield server
 
 
-def asking(server: Server, api_key: str = "any") -> openai.OpenAI:
+def asking(server: Server) -> openai.OpenAI:
     """A client, to be closed."""
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key=api_key, max_retries=0)
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0)
 
 
 @pytest.fixture
@@ -96,11 +97,6 @@ def test_passages(client: Any, pipe: Any) -> None:
         assert made.choices[0].text.strip() == text
 
 
-def test_max_tokens(client: Any) -> None:
-    made = client.completions.create(model="tiny", prompt=QUESTIONS[0], max_tokens=1)
-    assert made.usage.completion_tokens == 1 and made.choices[0].finish_reason == "length"
-
-
 def test_an_answer_ends_at_the_limit_of_the_server_or_of_the_model(tmp_path: Path) -> None:
     pipe = captioning_pipe(tmp_path / "adapter")
     pipe.config = pipe.config.model_copy(update={"prompt": "A photo of {question}"})
@@ -129,16 +125,31 @@ def test_documents_and_vectors_with_the_request(client: Any, pipe: Any) -> None:
         client.completions.create(model="tiny", prompt="a", extra_body={"documents": [{"title": "x"}]})
 
 
+def test_embeddings_are_those_of_the_encoder_of_the_index(server: Server, client: Any, pipe: Any) -> None:
+    texts = [QUESTIONS[0], FACTS[3]["title"]]
+    wanted = pipe.encoder.encode(texts).tokens[:, 0]
+    made = client.embeddings.create(model="tiny", input=texts)  # asks for base64
+    assert torch.allclose(torch.tensor([one.embedding for one in made.data]), wanted, atol=1e-6)
+    plain = client.embeddings.create(model="tiny", input=texts[0], encoding_format="float")
+    assert torch.allclose(torch.tensor(plain.data[0].embedding), wanted[0], atol=1e-5)
+    assert made.usage.prompt_tokens == sum(map(len, pipe.tokenizer(texts)["input_ids"]))
+    body = {"model": "tiny", "input": texts, "encoding_format": "base64"}
+    raw = httpx.post(f"{server.url}/v1/embeddings", json=body).json()
+    assert len(base64.b64decode(raw["data"][0]["embedding"])) == 4 * wanted.shape[1]
+    with pytest.raises(openai.BadRequestError, match="is empty"):
+        client.embeddings.create(model="tiny", input=" ")
+
+
 def test_many_at_once(server: Server, pipe: Any) -> None:
     """Invariant 86: sixteen clients, each with its own question; every answer is that of its own memory."""
-    wanted = {question: pipe(question).text for question in QUESTIONS}
+    wanted = {question: pipe(question).text for question in QUESTIONS[:16]}
 
     def ask(question: str) -> bool:
         made = client.chat.completions.create(model="tiny", messages=asked(question))
         return made.choices[0].message.content == wanted[question]
 
     with asking(server) as client, ThreadPoolExecutor(16) as pool:
-        assert all(pool.map(ask, QUESTIONS * 2))
+        assert all(pool.map(ask, wanted))
     assert server.until(server.is_idle)
 
 
@@ -260,16 +271,9 @@ def test_figures_and_logs(server: Server, caplog: pytest.LogCaptureFixture) -> N
     assert httpx.get(f"{server.url}/v1/nothing").status_code == 404
 
 
-def test_bearer_tokens_and_a_shutdown_that_finishes_what_runs(pipe: Any) -> None:
-    with serving(pipe, api_key="secret", max_tokens=40) as server, asking(server, "secret") as client:
+def test_a_shutdown_finishes_what_runs(pipe: Any) -> None:
+    with serving(pipe, max_tokens=40) as server, asking(server) as client:
         body = {"model": "tiny", "prompt": QUESTIONS[0]}
-        assert httpx.post(f"{server.url}/v1/completions", json=body).status_code == 401
-        wrong = {"authorization": "Bearer sécret".encode()}
-        assert httpx.post(f"{server.url}/v1/completions", json=body, headers=wrong).status_code == 401
-        assert (
-            httpx.get(f"{server.url}/metrics").status_code == 401
-            and httpx.get(f"{server.url}/health").status_code == 200
-        )
         wanted = client.completions.create(**body).choices[0].text
         texts: list[str] = []
 
@@ -323,12 +327,12 @@ def test_pictures(tmp_path: Path) -> None:
         assert server.until(server.is_idle)
 
 
-@pytest.mark.parametrize("count", [20, pytest.param(200, marks=pytest.mark.slow)])
-def test_the_shipped_adapter_for_questions_answers_as_its_pipeline(count: int) -> None:
+@pytest.mark.slow
+def test_the_shipped_adapter_for_questions_answers_as_its_pipeline() -> None:
     """Many at once, with capital letters and question marks or without."""
     for name in ("smollm2", "efficientnet-lite0", "easy-vqa"):
         need(name)
-    pipe, rows = mmattn.pipeline("assets/vqa", device="cpu"), models.load_easy_vqa("test")[:: 9673 // count][:count]
+    pipe, rows = mmattn.pipeline("assets/vqa", device="cpu"), models.load_easy_vqa("test")[::48]
     texts = [row.text.capitalize() if place % 2 else row.text[:-1] for place, row in enumerate(rows)]
     with serving(pipe) as server, asking(server) as client, ThreadPoolExecutor(8) as pool:
 
@@ -341,16 +345,6 @@ def test_the_shipped_adapter_for_questions_answers_as_its_pipeline(count: int) -
             return str(made.choices[0].message.content)
 
         assert list(pool.map(ask, rows, texts)) == pipe([row.picture for row in rows], texts)
-
-
-def test_the_shipped_adapter_for_captions_answers_as_its_pipeline() -> None:
-    pipe, pictures = mmattn.pipeline("assets/vision/adapter", device="cpu"), sorted(Path("assets/flora").glob("*.png"))
-    with serving(pipe) as server, asking(server) as client:
-        made = [
-            client.completions.create(model="tiny", prompt="", extra_body={"image": data_url(picture)})
-            for picture in pictures
-        ]
-    assert [one.choices[0].text for one in made] == pipe(pictures)
 
 
 def test_a_slow_picture_does_not_hold_up_the_others(tmp_path: Path) -> None:

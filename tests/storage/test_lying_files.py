@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import json
 import math
 import random
 from collections.abc import Callable
@@ -157,19 +156,6 @@ def _memory(tmp_path: Path, host: Any, adapted: Any) -> tuple[Path, str, Use]:
     return tmp_path / "file", "mmattn-memory", use
 
 
-def _adapter(tmp_path: Path, host: Any, adapted: Any) -> tuple[Path, str, Use]:
-    adapted.save_adapter(tmp_path / "adapter")
-    path = tmp_path / "adapter" / "adapter_model.safetensors"
-
-    def use() -> Any:
-        _, metadata = read_tensors(path, "mmattn-adapter", check_finite=False)
-        (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(metadata))
-        model = mmattn.load(tiny.make("llama"), tmp_path / "adapter")
-        return [model(tiny.text(2), memory=tiny.memory(2)).logits]
-
-    return path, "mmattn-adapter", use
-
-
 def _traces(tmp_path: Path, host: Any, adapted: Any) -> tuple[Path, str, Use]:
     save_traces([Trace(["a", "b"], ["left", "right"], torch.rand(1, 2, 2, 2), ["layer 3"])], tmp_path)
     return tmp_path / FILE, FORMAT, lambda: [one.weights for one in load_traces(tmp_path)]
@@ -179,7 +165,6 @@ KINDS = {
     "passages": _passages,
     "bank": _bank,
     "memory": _memory,
-    "adapter": _adapter,
     "traces": _traces,
 }
 

@@ -1,21 +1,17 @@
 """Requests, rows and documents whose memory is not finite, or overflows later, and whether another one ever changes.
 
-    python -m tests.stress.isolation [BATCHES] [SEED] [--device]
-
 Each batch has several rows, one or two of them spoilt: NaN, infinity, numbers that are finite and overflow in a cast,
 a norm or a product, numbers too small to be normal; in a number, a slot, or all of a row, in the vectors or the scores.
-Batches are of every dtype and kind of adapter, as rows, packed documents, texts that are generated, and requests of a
-manager that runs on, which is what a server has. The others must be bit for bit what they are beside a sound row; for
-requests, which do not run in the same steps then, the same tokens, but where two are as likely to rounding. A spoilt
-row must be refused, end with an error, or be answered with finite numbers, as it is alone. Prints one line and exits
-with 1 otherwise. With --device no value is looked at before the answer, as on a GPU.
+The others must be bit for bit what they are beside a sound row; for requests, which do not run in the same steps then,
+the same tokens, but where two are as likely to rounding. A spoilt row is refused, ends with an error, or is answered
+with finite numbers, as it is alone.
 """
 
 from __future__ import annotations
 
 import copy
-import logging
 import math
+import os
 import random
 import sys
 import time
@@ -24,7 +20,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 from transformers import ContinuousBatchingConfig, GenerationConfig
@@ -35,11 +30,12 @@ from mmattn.adapters.gated import GatedLayout
 from mmattn.core.tracing import report_checks
 from mmattn.errors import NonFiniteError
 from tests import tiny
-from tests.device import act_as_device
 
 VALUES = (math.inf, -math.inf, math.nan, 3e38, -1e38, 1e30, 1e20, -1e19, 7e4, -6e4, 1e-40, 1e-45)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LENGTH, NEW = 5, 3
+#: Of each kind of adapter in each dtype.
+BATCHES = 12 * int(os.environ.get("MMATTN_STRESS", "1"))
 
 _SMALL: dict[str, Any] = {"memory_dim": tiny.MEMORY_DIM, "layers": (0, 2), "num_heads": 2, "head_dim": 8}
 _LATENTS = mmattn.Resampler(num_latents=3, depth=1, num_heads=2, head_dim=8)
@@ -296,33 +292,3 @@ def fuzz_one(kind: str, dtype: torch.dtype, batches: int, rng: random.Random, fo
     finally:
         if running is not None:
             running.stop()
-
-
-def fuzz(batches: int, seed: int = 0) -> Found:
-    """What became of so many random batches."""
-    found, rng = Found(), random.Random(seed)
-    pairs = [(kind, dtype) for kind in KINDS for dtype in DTYPES]
-    for number, (kind, dtype) in enumerate(pairs):
-        fuzz_one(kind, dtype, batches * (number + 1) // len(pairs) - batches * number // len(pairs), rng, found)
-    return found
-
-
-def main(batches: int = 10_000, seed: int = 0) -> int:
-    """Print one line; 1 if another row changed, or a spoilt one was answered with NaN."""
-    logging.disable(logging.ERROR)
-    begin = time.monotonic()
-    found = fuzz(batches, seed)
-    became = ", ".join(f"{number} {name}" for name, number in sorted(found.spoilt.items()))
-    print(
-        f"{found.batches} batches: {found.changed} of {found.others} other rows changed; spoilt rows: {became}; "
-        f"{found.silent} of them in silence; {time.monotonic() - begin:.0f} s"
-    )
-    return int(bool(found.faults))
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    if "--device" in sys.argv:
-        sys.argv.remove("--device")
-        act_as_device(pytest.MonkeyPatch())
-    sys.exit(main(*map(int, sys.argv[1:])))

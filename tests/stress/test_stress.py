@@ -1,6 +1,6 @@
 """Load and faults at length: nothing is left behind by long use, and stores in databases survive kills and neighbours.
 
-`MMATTN_STRESS=100 pytest tests/stress` repeats everything a hundred times, as the nightly workflow does.
+`MMATTN_STRESS=100` repeats everything a hundred times, as the nightly workflow does.
 """
 
 from __future__ import annotations

@@ -103,7 +103,6 @@ def run(
     measure: Any = None,
     progress: bool = False,
     resume: bool = True,
-    eval_rows: Any = None,
     callbacks: Any = None,
     gate_learning_rate: float = 0.1,
     **given: Any,
@@ -115,7 +114,7 @@ def run(
         "weight_decay": 0.1, "warmup_steps": 2, "eval_strategy": "steps", "eval_steps": 3, "save_strategy": "steps",
         "save_steps": 2, "save_total_limit": 2, "logging_steps": 1, "prediction_loss_only": True,
     }  # fmt: skip
-    held_out = rows(5) if eval_rows is None else eval_rows
+    held_out = rows(5)
     trainer = Killed(
         model,
         arguments(folder / "checkpoints", **chosen | given),

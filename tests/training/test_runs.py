@@ -10,13 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import EarlyStoppingCallback
 
 import mmattn
 from mmattn import training
 from mmattn.errors import AdapterFileError, ConfigError, NonFiniteError
 from mmattn.training.trainer import last_complete
-from tests import tiny
 from tests.training import small_run
 
 
@@ -63,19 +61,6 @@ def test_two_processes_are_one(tmp_path: Path) -> None:
     assert found.returncode == 0, found.stderr
     assert small_run.losses(two) == pytest.approx(small_run.losses(one), rel=1e-4)
     assert len(small_run.losses(two)) == 3
-
-
-def test_early_stopping_keeps_the_best(tmp_path: Path) -> None:
-    """Held-out rows that have nothing to do with those learned: their loss soon rises."""
-    other = [training.Row("zzzzyyyyxxxx", memory=row.memory) for row in small_run.rows(7) if row.has_memory]
-    arguments = {"max_steps": 200, "eval_steps": 1, "save_steps": 1, "load_best_model_at_end": True}
-    trainer = small_run.run(
-        tmp_path, dropout=0.0, metric_for_best_model="right_loss", eval_rows=other,
-        callbacks=[EarlyStoppingCallback(3)], **arguments,
-    )  # fmt: skip
-    best = trainer.state.best_metric
-    assert trainer.state.global_step < 200
-    assert trainer.evaluate(other)["eval_loss"] == pytest.approx(best, rel=1e-4)
 
 
 def test_a_checkpoint_of_another_adapter_or_a_damaged_one_is_refused(whole: Path, tmp_path: Path) -> None:
@@ -125,10 +110,3 @@ def test_the_metrics_of_an_adapter_and_a_warning(tmp_path: Path, capsys: pytest.
     lines = [line for line in training.read_metrics(tmp_path / "metrics.jsonl") if "loss" in line]
     assert [line["step"] for line in lines] == [2, 4, 6, 8, 9] and all(line["gate/layer_0"] == 0 for line in lines)
     assert capsys.readouterr().out.count("the adapter ignores its memory so far: up to step 9") == 1
-
-
-def test_the_host_is_never_moved(whole: Path, tmp_path: Path) -> None:
-    trainer = small_run.run(tmp_path, max_steps=2)
-    state = tiny.make("llama").state_dict()
-    assert all(torch.equal(value, state[name]) for name, value in trainer.model.host.state_dict().items())
-    assert not trainer.model.training

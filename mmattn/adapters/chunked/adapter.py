@@ -26,11 +26,11 @@ import torch
 from torch import Tensor, nn
 
 from mmattn.adapters.gated.block import BlockLayers, first_reaching
-from mmattn.adapters.gated.config import POSITIONS, GatedLayout, decoder_sites, settle_block, settle_scores
+from mmattn.adapters.gated.config import POSITIONS, GatedLayout, settle_block, settle_scores
 from mmattn.adapters.projection import PreparedMemory, ProjectedView, check_projected, project_layers
-from mmattn.adapters.protocols import BoundMemory, Host, PackedView, Site, Traits
+from mmattn.adapters.protocols import BoundMemory, PackedView, Traits
 from mmattn.adapters.resampler import Resampler
-from mmattn.adapters.settings import chosen_sites, random_memory
+from mmattn.adapters.settings import AdapterConfig, random_memory
 from mmattn.adapters.text_state import Keywords, PackedText, TextState
 from mmattn.core.attention_inputs import visible_rows
 from mmattn.core.key_values import KeyValue
@@ -40,7 +40,7 @@ from mmattn.storage.tensor_cache import TensorCache
 
 
 @dataclass(frozen=True)
-class ChunkedAdapter:
+class ChunkedAdapter(AdapterConfig):
     """Settings of chunked cross-attention for a language model: each chunk of the text attends to its own neighbours.
 
     The memory of a call is a `Memory` (b, c·n·r, e) whose `segments` name the chunk that each slot was retrieved for,
@@ -102,10 +102,6 @@ class ChunkedAdapter:
         settle_block(self)
         settle_scores(self)
         check_int("chunk_size", self.chunk_size, at_most=65536)
-
-    def sites(self, host: Host) -> list[Site]:
-        """Return the chosen sites; of a host with an encoder and a decoder those of the decoder."""
-        return chosen_sites(self, decoder_sites(host.sites(self.position)))
 
     def example_memory(self, generator: torch.Generator, rows: int = 3) -> Memory:
         """Return a random memory of the neighbours of two chunks."""

@@ -26,10 +26,10 @@ from torch import Tensor, nn
 
 from mmattn.adapters.composed.augmenting_model import AugmentedText, AugmentingModel, token_places
 from mmattn.adapters.gated.block import AttentionSettings, BlockLayers
-from mmattn.adapters.gated.config import POSITIONS, GatedLayout, decoder_sites, settle_block
+from mmattn.adapters.gated.config import POSITIONS, GatedLayout, settle_block
 from mmattn.adapters.projection import ProjectedView
-from mmattn.adapters.protocols import BoundMemory, Host, Site, Traits
-from mmattn.adapters.settings import augmenting_layers_of, chosen_sites, settle_augmenting_layers
+from mmattn.adapters.protocols import BoundMemory, Site, Traits
+from mmattn.adapters.settings import AdapterConfig, augmenting_layers_of, settle_augmenting_layers
 from mmattn.adapters.text_state import TextState
 from mmattn.core.attention_inputs import combine_masks, visible_rows
 from mmattn.core.cross_attention import CrossAttention
@@ -42,7 +42,7 @@ from mmattn.memory import Memory
 
 
 @dataclass(frozen=True)
-class ComposedAdapter:
+class ComposedAdapter(AdapterConfig):
     """Settings of a language model that attends to the hidden states of another model, which reads the same text.
 
     The memory of a call is `mmattn.AugmentingModel(lm)`. For several augmenting models, attach one adapter for each.
@@ -106,10 +106,6 @@ class ComposedAdapter:
             raise ConfigError("own_place needs rotary, by which a token tells its own place: leave rotary=False out")
         if self.rotary and self.head_dim is not None and self.head_dim % 2:
             raise ConfigError(f"rotary turns pairs of channels: head_dim must be even, got {self.head_dim}")
-
-    def sites(self, host: Host) -> list[Site]:
-        """Return the chosen sites; of a host with an encoder and a decoder those of the decoder."""
-        return chosen_sites(self, decoder_sites(host.sites(self.position)))
 
     def example_memory(self, generator: torch.Generator, rows: int = 3) -> NoReturn:
         """Raise ConfigError: the memory is another model."""

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from mmattn.adapters.base import AdapterLayers
 from mmattn.adapters.protocols import HeadSizes, Host, Scale, Site
 from mmattn.adapters.resampler import Resampler, settle_resampler
-from mmattn.adapters.settings import default_norm, random_memory, settle
+from mmattn.adapters.settings import AdapterConfig, default_norm, settle
 from mmattn.core.projection import Attended, KeyValueProjection
 from mmattn.errors import AttachError, ConfigError, check_bool, check_choice, check_int
 from mmattn.memory import Memory
@@ -54,8 +54,36 @@ class DecoupledLayout:
         check_choice("added_to", self.added_to, ADDED_TO)
 
 
+class BlocksConfig(AdapterConfig):
+    """Base of settings whose field `blocks` names attention layers."""
+
+    positions: ClassVar[tuple[str, ...]] = ("inside",)
+    blocks: tuple[str, ...] | None
+
+    def settle_blocks(self) -> None:
+        """Check the fields `memory_dim` and `blocks`."""
+        check_int("memory_dim", self.memory_dim, at_most=65536)
+        blocks = self.blocks
+        if blocks is None:
+            return
+        if isinstance(blocks, str) or not blocks or not all(isinstance(name, str) for name in blocks):
+            raise ConfigError(f"blocks must be a list of beginnings of block names, got {blocks!r}")
+        settle(self, blocks=tuple(blocks))
+
+    def sites(self, host: Host) -> list[Site]:
+        """Return the attention layers whose names begin as `blocks` say; None for all but single streams."""
+        offered, blocks = host.sites("inside"), self.blocks
+        if blocks is None:
+            return [site for site in offered if site.part != "stream"]
+        names = [site.module for site in offered]
+        for prefix in blocks:
+            if not any(name.startswith(prefix) for name in names):
+                raise AttachError(f"blocks names {prefix!r}, and no attention layer begins so; there are: {names}")
+        return [site for site in offered if site.module.startswith(blocks)]
+
+
 @dataclass(frozen=True)
-class DecoupledAdapter:
+class DecoupledAdapter(BlocksConfig):
     """Settings of decoupled cross-attention for a diffusion model: a UNet or a transformer.
 
     Args:
@@ -85,11 +113,10 @@ class DecoupledAdapter:
     memory_norm: bool | None = None
 
     kind: ClassVar[str] = "decoupled"
-    positions: ClassVar[tuple[str, ...]] = ("inside",)
     example_call: ClassVar[str] = "model(sample, timestep, text, memory=memory)"
 
     def __post_init__(self) -> None:
-        settle_blocks(self)
+        self.settle_blocks()
         if self.tokens is not None:
             check_int("tokens", self.tokens, at_most=1024)
         check_choice("start", self.start, STARTS)
@@ -100,37 +127,6 @@ class DecoupledAdapter:
             raise ConfigError(f"layout must be a DecoupledLayout, got {self.layout!r}")
         if self.layout.slot_dim is not None and self.tokens is None:
             raise ConfigError("layout.slot_dim is the width of the slots of tokens=, which is not given")
-
-    def sites(self, host: Host) -> list[Site]:
-        """Return the attention layers that `blocks` names."""
-        return sites_of_blocks(host, self.blocks)
-
-    def example_memory(self, generator: torch.Generator, rows: int = 3) -> Memory:
-        """Return a random memory (rows, 5, e), some slots masked."""
-        return random_memory(generator, rows, self.memory_dim)
-
-
-def settle_blocks(config: Any) -> None:
-    """Check the fields `memory_dim` and `blocks` of settings."""
-    check_int("memory_dim", config.memory_dim, at_most=65536)
-    blocks = config.blocks
-    if blocks is None:
-        return
-    if isinstance(blocks, str) or not blocks or not all(isinstance(name, str) for name in blocks):
-        raise ConfigError(f"blocks must be a list of beginnings of block names, got {blocks!r}")
-    settle(config, blocks=tuple(blocks))
-
-
-def sites_of_blocks(host: Host, blocks: tuple[str, ...] | None) -> list[Site]:
-    """Return the attention layers whose names begin as `blocks` say; None for all but single streams."""
-    offered = host.sites("inside")
-    if blocks is None:
-        return [site for site in offered if site.part != "stream"]
-    names = [site.module for site in offered]
-    for prefix in blocks:
-        if not any(name.startswith(prefix) for name in names):
-            raise AttachError(f"blocks names {prefix!r}, and no attention layer begins so; there are: {names}")
-    return [site for site in offered if site.module.startswith(blocks)]
 
 
 class DecoupledBlock(KeyValueProjection):

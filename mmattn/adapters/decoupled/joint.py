@@ -29,10 +29,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmattn.adapters.base import AdapterLayers
-from mmattn.adapters.decoupled.adapter import settle_blocks, sites_of_blocks
+from mmattn.adapters.decoupled.adapter import BlocksConfig
 from mmattn.adapters.projection import ProjectedView, VectorMemory, check_read
-from mmattn.adapters.protocols import HeadSizes, Host, Scale, Site, Traits
-from mmattn.adapters.settings import random_memory
+from mmattn.adapters.protocols import HeadSizes, Scale, Site, Traits
 from mmattn.adapters.text_state import TextState
 from mmattn.core.attention import attend
 from mmattn.errors import ConditionError, ConfigError, check_int
@@ -73,7 +72,7 @@ class TimedResampler:
 
 
 @dataclass(frozen=True)
-class JointDecoupledAdapter:
+class JointDecoupledAdapter(BlocksConfig):
     """Settings of decoupled attention over picture and memory for a diffusion transformer.
 
     Args:
@@ -91,21 +90,12 @@ class JointDecoupledAdapter:
     resampler: TimedResampler = field(default_factory=TimedResampler)
 
     kind: ClassVar[str] = "joint_decoupled"
-    positions: ClassVar[tuple[str, ...]] = ("inside",)
     example_call: ClassVar[str] = "model(hidden_states=sample, timestep=timestep, …, memory=memory)"
 
     def __post_init__(self) -> None:
-        settle_blocks(self)
+        self.settle_blocks()
         if not isinstance(self.resampler, TimedResampler):
             raise ConfigError(f"resampler must be a TimedResampler, got {self.resampler!r}")
-
-    def sites(self, host: Host) -> list[Site]:
-        """Return the attention layers that `blocks` names."""
-        return sites_of_blocks(host, self.blocks)
-
-    def example_memory(self, generator: torch.Generator, rows: int = 3) -> Memory:
-        """Return a random memory (rows, 5, e), some slots masked."""
-        return random_memory(generator, rows, self.memory_dim)
 
 
 class TimedPerceiver(nn.Module):

@@ -30,10 +30,10 @@ from mmattn.adapters.composed.augmenting_model import AugmentedPrompt, Augmentin
 from mmattn.adapters.fused_cache.fusers import CacheFuser, CacheMap, batches, fit_maps, read_tokens
 from mmattn.adapters.joined.host_attention import HostAttention
 from mmattn.adapters.joined.rotation import Rotations
-from mmattn.adapters.protocols import BoundMemory, Host, Scale, Site, Traits, View
+from mmattn.adapters.protocols import BoundMemory, Scale, Site, Traits, View
 from mmattn.adapters.settings import (
+    AdapterConfig,
     augmenting_layers_of,
-    chosen_sites,
     settle_augmenting_layers,
     settle_layers,
 )
@@ -47,7 +47,7 @@ FUSERS = ("network", "ridge")
 
 
 @dataclass(frozen=True)
-class FusedCacheAdapter:
+class FusedCacheAdapter(AdapterConfig):
     """Settings of fused caches: the cache of another language model changes the host's cache.
 
     The memory of a call is `mmattn.AugmentingModel(lm).prefill(input_ids, attention_mask)` of the prompts at the start
@@ -79,6 +79,7 @@ class FusedCacheAdapter:
 
     kind: ClassVar[str] = "fused_cache"
     positions: ClassVar[tuple[str, ...]] = ("joined",)
+    default_every: ClassVar[int] = 1
     example_call: ClassVar[str] = "model.generate(input_ids, memory=mmattn.AugmentingModel(lm).prefill(input_ids))"
 
     def __post_init__(self) -> None:
@@ -89,10 +90,6 @@ class FusedCacheAdapter:
         check_int("hidden_dim", self.hidden_dim, at_most=1 << 20)
         if self.fuser == "ridge" and self.gate != "scalar":
             raise ConfigError("gate belongs to fuser='network': leave it out with fuser='ridge'")
-
-    def sites(self, host: Host) -> list[Site]:
-        """Return the chosen attention layers, all by default."""
-        return chosen_sites(self, host.sites("joined"), default_every=1)
 
     def example_memory(self, generator: torch.Generator, rows: int = 3) -> NoReturn:
         """Raise ConfigError: the memory is the cache of another model."""
@@ -131,10 +128,6 @@ class FusedCacheLayers(AdapterLayers):
         self._at_all_layers = False
         #: Inside `fit`, cosines of attention outputs by layer.
         self.cosines: dict[int, list[Tensor]] | None = None
-
-    def fuser(self, layer: int) -> CacheFuser | CacheMap:
-        """Return the block at a host layer."""
-        return cast("CacheFuser | CacheMap", self.block(layer))
 
     @property
     def maps(self) -> dict[int, CacheMap]:
@@ -377,7 +370,7 @@ class FusedView(View):
         self.positions = rows.expand(len(self.real), -1)
         return positions
 
-    def apply(self, x: HostAttention, block: nn.Module, layer: int, adapter_scale: Scale) -> HostAttention:
+    def apply(self, x: HostAttention, block: Any, layer: int, adapter_scale: Scale) -> HostAttention:
         # A window that is cut to its length holds the last tokens only.
         first = max(0, self.real.shape[1] - x.key.shape[2])
         if first >= self.numbers.shape[1]:
@@ -394,7 +387,7 @@ class FusedView(View):
                 self.changes[layer] = change
         elif first:
             change = change[0][:, :, first:], change[1][:, :, first:]
-        key_share, value_share = (adapter_scale * share[:, None, None] for share in self.adapter.fuser(layer).gate())
+        key_share, value_share = (adapter_scale * share[:, None, None] for share in block.gate())
         fused = x.with_text(_added(x.key, change[0], key_share), _added(x.value, change[1], value_share))
         if self.adapter.cosines is None:
             return fused

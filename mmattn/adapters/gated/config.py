@@ -22,6 +22,7 @@ from torch import nn
 from mmattn.adapters.protocols import Host, Site
 from mmattn.adapters.resampler import Resampler, settle_resampler
 from mmattn.adapters.settings import (
+    AdapterConfig,
     chosen_sites,
     default_heads,
     default_norm,
@@ -81,7 +82,7 @@ class GatedLayout:
 
 
 @dataclass(frozen=True)
-class GatedAdapter:
+class GatedAdapter(AdapterConfig):
     """Settings of gated cross-attention for a language model or any other model of transformers.
 
     Args:
@@ -152,9 +153,10 @@ class GatedAdapter:
 
     def sites(self, host: Host) -> list[Site]:
         """Return the chosen sites of the part that `where` names."""
-        offered = host.sites(self.position)
-        part = [site for site in offered if site.part == self.where] if self.where else decoder_sites(offered)
-        if self.where and not part:
+        if self.where is None:
+            return super().sites(host)
+        part = [site for site in host.sites(self.position) if site.part == self.where]
+        if not part:
             raise AttachError(f"where={self.where!r} needs a host with an encoder and a decoder: leave it out")
         return chosen_sites(self, part)
 
@@ -194,11 +196,6 @@ def settle_scores(config: Any) -> None:
     settle_resampler(config)
     if config.resampler is not None and config.score_bias:
         raise ConfigError("score_bias needs the scores of the slots, which a resampler mixes: choose one of them")
-
-
-def decoder_sites(sites: list[Site]) -> list[Site]:
-    """Return all sites; of a host with an encoder and a decoder those of the decoder."""
-    return [site for site in sites if site.part != "encoder"]
 
 
 def sized(config: Any, host_dim: int) -> Any:

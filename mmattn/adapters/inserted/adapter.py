@@ -31,9 +31,9 @@ from mmattn.adapters.gated.block import Gate
 from mmattn.adapters.joined.host_attention import JoinSlots
 from mmattn.adapters.joined.slots import BeforeTextLayers, JoinedMemory, JoinedSlots
 from mmattn.adapters.projection import PreparedMemory, check_read
-from mmattn.adapters.protocols import Host, Site, check_one_row
+from mmattn.adapters.protocols import Site, check_one_row
 from mmattn.adapters.resampler import Resampler, settle_resampler
-from mmattn.adapters.settings import default_norm, random_memory, settle
+from mmattn.adapters.settings import AdapterConfig, default_norm, settle
 from mmattn.adapters.text_state import TextState
 from mmattn.errors import check_bool, check_choice, check_int
 from mmattn.memory import Memory
@@ -43,7 +43,7 @@ PROJECTIONS = ("mlp", "linear")
 
 
 @dataclass(frozen=True)
-class InsertedAdapter:
+class InsertedAdapter(AdapterConfig):
     """Settings of inserted tokens: the memory becomes tokens before the text of a causal language model.
 
     Args:
@@ -75,14 +75,6 @@ class InsertedAdapter:
         check_bool("gate", self.gate)
         settle_resampler(self)
         settle(self, memory_norm=default_norm(self.memory_norm, self.memory_dim))
-
-    def sites(self, host: Host) -> list[Site]:
-        """Return the attention of every layer."""
-        return host.sites("joined")
-
-    def example_memory(self, generator: torch.Generator, rows: int = 3) -> Memory:
-        """Return a random memory (rows, 5, e), some slots masked."""
-        return random_memory(generator, rows, self.memory_dim)
 
 
 class InsertedLayers(BeforeTextLayers):

@@ -30,19 +30,18 @@ from mmattn.adapters.gated.block import Gate
 from mmattn.adapters.joined.host_attention import JoinSlots
 from mmattn.adapters.joined.slots import JoinedRequests, JoinedView, slots_of
 from mmattn.adapters.projection import ProjectedMemory
-from mmattn.adapters.protocols import BoundMemory, HeadSizes, Host, JoinRequests, KeepFinite, Site, Traits
-from mmattn.adapters.settings import chosen_sites, default_norm, random_memory, settle, settle_layers
+from mmattn.adapters.protocols import BoundMemory, HeadSizes, JoinRequests, KeepFinite, Site, Traits
+from mmattn.adapters.settings import AdapterConfig, default_norm, settle, settle_layers
 from mmattn.adapters.text_state import TextState
 from mmattn.core.key_values import KeyValue
 from mmattn.core.tracing import all_finite, may_read
 from mmattn.errors import check_choice, check_float
-from mmattn.memory import Memory
 
 GATES = ("scalar", "head")
 
 
 @dataclass(frozen=True)
-class JoinedAdapter:
+class JoinedAdapter(AdapterConfig):
     """Settings of rectangular attention: slots are further keys and values of a language model's own attention.
 
     Args:
@@ -76,14 +75,6 @@ class JoinedAdapter:
         if self.length_norm is not None:
             check_float("length_norm", self.length_norm, at_least=1)
         settle(self, memory_norm=default_norm(self.memory_norm, self.memory_dim))
-
-    def sites(self, host: Host) -> list[Site]:
-        """Return the chosen attention layers."""
-        return chosen_sites(self, host.sites("joined"))
-
-    def example_memory(self, generator: torch.Generator, rows: int = 3) -> Memory:
-        """Return a random memory (rows, 5, e), some slots masked."""
-        return random_memory(generator, rows, self.memory_dim)
 
 
 class JoinedBlock(JoinSlots):

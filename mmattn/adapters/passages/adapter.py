@@ -18,14 +18,15 @@ from torch import Tensor, nn
 from mmattn.adapters.joined.host_attention import JoinSlots
 from mmattn.adapters.joined.rotation import KeyRotation
 from mmattn.adapters.joined.slots import BeforeTextLayers, Capture, JoinedMemory, JoinedSlots
-from mmattn.adapters.protocols import BoundMemory, HeadSizes, Host, Site
+from mmattn.adapters.protocols import BoundMemory, HeadSizes, Site
+from mmattn.adapters.settings import AdapterConfig
 from mmattn.adapters.text_state import TextState
 from mmattn.errors import ConfigError, ShapeError
 from mmattn.memory import Memory
 
 
 @dataclass(frozen=True)
-class PassageAdapter:
+class PassageAdapter(AdapterConfig):
     """Settings of passages that the host reads beforehand, by `mmattn.hosts.PassageCache`, and attends to.
 
     It has no weights. You can train the host, to read passages that do not see each other.
@@ -38,11 +39,7 @@ class PassageAdapter:
     positions: ClassVar[tuple[str, ...]] = ("joined",)
     example_call: ClassVar[str] = "model.generate(input_ids, memory=passages.select([[0]]))"
     reads: ClassVar[str] = "what the host itself has read"
-    memory_dim: ClassVar[int] = 0
-
-    def sites(self, host: Host) -> list[Site]:
-        """Return the attention of every layer."""
-        return host.sites("joined")
+    memory_dim: ClassVar[int] = 0  # type: ignore[misc]
 
     def example_memory(self, generator: torch.Generator, rows: int = 3) -> NoReturn:
         """Raise ConfigError: the host itself computes passages."""

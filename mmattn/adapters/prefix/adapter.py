@@ -24,7 +24,8 @@ from mmattn.adapters.host_models import to_device
 from mmattn.adapters.joined.host_attention import JoinSlots
 from mmattn.adapters.joined.slots import BeforeTextLayers, JoinedMemory, JoinedSlots
 from mmattn.adapters.passages.adapter import PassageLayers, Passages
-from mmattn.adapters.protocols import HeadSizes, Host, Site, Traits
+from mmattn.adapters.protocols import HeadSizes, Site, Traits
+from mmattn.adapters.settings import AdapterConfig
 from mmattn.adapters.text_state import TextState
 from mmattn.errors import ConditionError, ShapeError, check_int
 from mmattn.memory import Memory
@@ -32,7 +33,7 @@ from mmattn.storage.tensor_cache import KeyValueCache
 
 
 @dataclass(frozen=True)
-class PrefixAdapter:
+class PrefixAdapter(AdapterConfig):
     """Settings of trained keys and values before the text of a language model.
 
     The memory of a call is the number of each row's prefix: a tensor (b,) or a list. Use −1 or None for a row without
@@ -53,15 +54,11 @@ class PrefixAdapter:
     positions: ClassVar[tuple[str, ...]] = ("joined",)
     example_call: ClassVar[str] = "model.generate(input_ids, memory=[0])  # the prefix of each row"
     reads: ClassVar[str] = "the numbers of its prefixes, and no vectors"
-    memory_dim: ClassVar[int] = 0
+    memory_dim: ClassVar[int] = 0  # type: ignore[misc]
 
     def __post_init__(self) -> None:
         check_int("num_virtual_tokens", self.num_virtual_tokens, at_most=1 << 20)
         check_int("num_prefixes", self.num_prefixes, at_most=1 << 20)
-
-    def sites(self, host: Host) -> list[Site]:
-        """Return the attention of every layer."""
-        return host.sites("joined")
 
     def example_memory(self, generator: torch.Generator, rows: int = 3) -> PrefixRows:
         """Return a random prefix for each row."""

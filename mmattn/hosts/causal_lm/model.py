@@ -20,7 +20,8 @@ from mmattn.adapters.host_models import (
     text_config,
     width_of,
 )
-from mmattn.adapters.protocols import AdapterConfig, Site
+from mmattn.adapters.protocols import Site
+from mmattn.adapters.settings import AdapterConfig
 from mmattn.adapters.text_state import PACKING_NAMES, TextState, packed_text
 from mmattn.core.tracing import refuse_unless_finite, report_checks
 from mmattn.errors import ConditionError

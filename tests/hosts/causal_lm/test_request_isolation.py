@@ -225,8 +225,8 @@ def test_a_memory_that_is_broken_while_its_request_runs() -> None:
     ],
 )
 def test_some_random_batches(kind: str, dtype: torch.dtype) -> None:
-    """Invariant 116. The fuzz of `tests/stress/isolation.py` in short."""
+    """Invariant 116."""
     found = isolation.Found()
-    isolation.fuzz_one(kind, dtype, 12, random.Random(3), found)
+    isolation.fuzz_one(kind, dtype, isolation.BATCHES, random.Random(3), found)
     assert not found.faults and not found.changed and not found.silent
-    assert found.batches == 12 and found.others and found.spoilt["refused"]
+    assert found.batches == isolation.BATCHES and found.others and found.spoilt["refused"]

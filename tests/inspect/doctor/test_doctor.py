@@ -16,7 +16,6 @@ from mmattn.adapters.gated import block as gated_block
 from mmattn.adapters.joined.slots import JoinedView
 from mmattn.core import projection
 from mmattn.hosts.hooks import CrossAttentionHook
-from mmattn.testing.case import stir
 from tests import tiny, tiny_unets
 from tests.adapters.chunked import chunks
 
@@ -53,49 +52,28 @@ def latest(visible: str = "latest", **settings: Any) -> tuple[Any, dict[str, Any
     return model, {"input_ids": ids, "memory": mmattn.Memory(tokens, segments=segments)}
 
 
-def healthy() -> dict[str, Callable[[], tuple[Any, dict[str, Any]]]]:
-    """Models and batches with nothing wrong, by name."""
-    left = tiny.left_padded([row[: 4 + i] for i, row in enumerate(tiny.text(ROWS, LENGTH))])
-    prompt = {"input_ids": left[0], "attention_mask": left[1]}
-    settings = {"null_slot": True, "length_norm": 7.0, "gate": "head", "qk_norm": True}
-    return {
-        "one row empty": lambda: (tiny.attach(tiny.make("llama")), batch(lengths=[5, 0, 4])),
-        "gpt2, padded": lambda: (tiny.attach(tiny.make("gpt2"), **settings), prompt | {"memory": batch()["memory"]}),
-        "tuples": lambda: (tiny.attach(tiny.make("gpt_neo")), batch()),
-        "bfloat16": lambda: (tiny.attach(tiny.make("llama")).to(torch.bfloat16), batch(lengths=[5, 2, 4])),
-        "latest": latest,
-        "resampled": lambda: latest(resampler=mmattn.Resampler(num_latents=2, num_heads=2, head_dim=4)),
-        "chunked, a function": lambda: (
-            chunks.attach(tiny.make("gpt2")),
-            {"input_ids": tiny.text(chunks.ROWS, chunks.LENGTH), "memory": chunks.Library()},
-        ),
-        "unet, core": lambda: (
-            tiny_unets.open_values(
-                mmattn.attach(tiny_unets.make(), tiny_unets.adapter(), require_memory=True)
-            ).use_core(),
-            pictures(),
-        ),
-        "unet, in 4d": lambda: (tiny_unets.attach(tiny_unets.make("simple")), pictures()),
-    }
+#: Beyond the contract suite, which asks the doctor about every kind of adapter.
+HEALTHY: dict[str, Callable[[], tuple[Any, dict[str, Any]]]] = {
+    "bfloat16": lambda: (tiny.attach(tiny.make("llama")).to(torch.bfloat16), batch(lengths=[5, 0, 4])),
+    "latest": latest,
+    "resampled": lambda: latest(resampler=mmattn.Resampler(num_latents=2, num_heads=2, head_dim=4)),
+    "chunked, a function": lambda: (
+        chunks.attach(tiny.make("gpt2")),
+        {"input_ids": tiny.text(chunks.ROWS, chunks.LENGTH), "memory": chunks.Library()},
+    ),
+    "unet, core": lambda: (tiny_unets.attach(tiny_unets.make()).use_core(), pictures()),
+}
 
 
-@pytest.mark.parametrize("name", healthy())
+@pytest.mark.parametrize("name", HEALTHY)
 def test_a_healthy_model_passes(name: str) -> None:
-    model, given = healthy()[name]()
+    model, given = HEALTHY[name]()
     report = mmattn.doctor(model, given)
     assert report.ok, report
     asked = {question: ok for ok, question, _ in report.lines}
-    must = {
-        "gates",
-        "each layer adds something",
-        "each layer depends on the memory",
-        "another memory",
-        "padding",
-        "rows",
-    }
-    must |= {"empty memory", "disabled"}
-    assert all(asked[question] is True for question in must), report
-    waits = name in ("latest", "resampled") or name.startswith("chunked")
+    must = ("gates", "each layer adds something", "each layer depends on the memory", "another memory", "padding")
+    assert all(asked[question] is True for question in (*must, "rows", "empty memory", "disabled")), report
+    waits = name in ("latest", "resampled", "chunked, a function")
     assert asked["slots for later tokens"] is (True if waits else None)
 
 
@@ -313,51 +291,26 @@ def test_what_cannot_be_asked() -> None:
     assert one.ok and answer(one, "rows").startswith("not checked")
 
 
-def with_rows() -> dict[str, Callable[[], tuple[Any, dict[str, Any]]]]:
-    """Models whose memories have rows and no slots, each with a batch of three."""
-    ids = tiny.text(3, 7)
-
-    def read_before() -> tuple[Any, dict[str, Any]]:
-        model = mmattn.attach(tiny.make("llama"), mmattn.adapters.PassageAdapter())
-        passages = mmattn.hosts.PassageCache(model)
-        passages.add([[5, 6, 7], [9, 11], [13]], progress=False)
-        return model, {"input_ids": ids, "memory": passages.select([[0, 1], [2], [1, 2]])}
-
-    def prefixes() -> tuple[Any, dict[str, Any]]:
-        model = mmattn.attach(tiny.make("llama"), mmattn.adapters.PrefixAdapter(4, num_prefixes=3))
-        stir(model.adapter("default"))
-        return model, {"input_ids": ids, "memory": [0, [1, 2], 2]}
-
-    def fused() -> tuple[Any, dict[str, Any]]:
-        other = mmattn.AugmentingModel(tiny.make("mistral"))
-        model = mmattn.attach(tiny.make("llama"), mmattn.adapters.FusedCacheAdapter(other.cache_dim, hidden_dim=11))
-        stir(model.adapter("default"))
-        return model, {"input_ids": ids, "memory": other.prefill(ids)}
-
-    return {"passages": read_before, "prefixes": prefixes, "fused cache": fused}
-
-
-@pytest.mark.parametrize("name", with_rows())
-def test_memories_with_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another memory of a row is that of the next; what mixes rows is found, and what gives each the same is said."""
-    model, given = with_rows()[name]()
+def test_passages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A memory of rows without slots: another memory is that of the next row, and what mixes rows is found."""
+    model = mmattn.attach(tiny.make("llama"), mmattn.adapters.PassageAdapter())
+    passages = mmattn.hosts.PassageCache(model)
+    passages.add([[5, 6, 7], [9, 11], [13]], progress=False)
+    given = {"input_ids": tiny.text(3, 7), "memory": passages.select([[0, 1], [2], [1, 2]])}
     report = mmattn.doctor(model, given)
     asked = {question: ok for ok, question, _ in report.lines}
     assert report.ok and asked.pop("gates") in (True, None), report
     wanted = ("the same call again", "each layer adds something", "each layer depends on the memory", "another memory")
     assert {question for question, ok in asked.items() if ok} == {*wanted, "rows", "disabled"}
-    alike = dict(given, memory=model.prepare(given["memory"])[[1, 1, 1]])
-    if name == "fused cache":
-        alike["memory"] = replace(alike["memory"], ids=None)
+    alike = given | {"memory": given["memory"][[1, 1, 1]]}
     said = {question: (ok, text) for ok, question, text in mmattn.doctor(model, alike).lines}
     assert said["another memory"][0] is None and "different memories" in said["another memory"][1]
-    if name != "fused cache":
+    own = JoinedView.apply
 
-        def mixed(self: Any, x: Any, block: Any, layer: int, adapter_scale: Any) -> Any:
-            values = {number: one + one.mean(0) for number, one in self.slots.values.items()}
-            self.slots = replace(self.slots, values=values)
-            return own(self, x, block, layer, adapter_scale)
+    def mixed(self: Any, x: Any, block: Any, layer: int, adapter_scale: Any) -> Any:
+        values = {number: one + one.mean(0) for number, one in self.slots.values.items()}
+        self.slots = replace(self.slots, values=values)
+        return own(self, x, block, layer, adapter_scale)
 
-        own = JoinedView.apply
-        monkeypatch.setattr(JoinedView, "apply", mixed)
-        assert "rows" in mmattn.doctor(model, given).failed
+    monkeypatch.setattr(JoinedView, "apply", mixed)
+    assert "rows" in mmattn.doctor(model, given).failed

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from mmattn.adapters.base import adapter_kinds, build_layers
 from mmattn.adapters.files import CONFIG, TENSORS, Shapes, check_tensors, load_folder, parse_config
-from mmattn.adapters.host_models import depth_of, text_config, width_of
 from mmattn.adapters.prefix import PrefixAdapter, PrefixLayers
 from mmattn.adapters.protocols import HeadSizes, Site
 from mmattn.adapters.settings import AdapterConfig
@@ -246,25 +245,11 @@ def load_published(
     """
     if isinstance(host, AdaptedModel):
         host = host.host
-    from mmattn.adapters.gated.published import TextHost, read_published
+    from mmattn.adapters.gated.published import read_published
 
     tensors, source = _read_pretrained(weights)
-    config, depth = text_config(host), depth_of(host)
-    if depth is None:
-        raise AdapterFileError(
-            f"cannot load {family} onto {type(host).__name__}: its config has no num_hidden_layers; is it a language "
-            "model?"
-        )
-    sizes = (getattr(config, name, None) for name in ("num_attention_heads", "rms_norm_eps", "hidden_act"))
-    settings, state = read_published(
-        family,
-        tensors,
-        TextHost(depth, width_of(host), *sizes),
-        visible_segments=visible_segments,
-        media_token=media_token,
-        num_heads=num_heads,
-        source=source,
-    )
+    shown = {"visible_segments": visible_segments, "media_token": media_token}
+    settings, state = read_published(family, tensors, host, num_heads, source, **shown)
     return _attach_with(host, settings, state, name, path)
 
 

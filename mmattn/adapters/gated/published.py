@@ -24,10 +24,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mmattn.adapters.gated.block import GatedLayers
 from mmattn.adapters.gated.config import GatedAdapter, GatedLayout
+from mmattn.adapters.host_models import depth_of, text_config, width_of
 from mmattn.adapters.protocols import Site
 from mmattn.errors import AdapterFileError, check_choice, check_int
 from mmattn.models.loading import refuse_keys
@@ -35,17 +36,6 @@ from mmattn.storage.safetensors import check_values
 
 #: Settings of `GatedAdapter` or `GatedLayout`, by name.
 Settings = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class TextHost:
-    """Settings of the text model that the weights of the blocks do not contain."""
-
-    depth: int  # number of its decoder layers, without the cross-attention blocks
-    width: int  # d
-    num_heads: int | None = None  # h
-    norm_eps: float | None = None  # ε of its RMSNorm, None where it has none
-    activation: str | None = None  # of its feed-forward
 
 
 @dataclass(frozen=True)
@@ -128,18 +118,22 @@ Blocks = dict[int, dict[str, str]]
 def read_published(
     family: str,
     tensors: Mapping[str, Tensor],
-    host: TextHost,
-    *,
-    visible_segments: str = "latest",
-    media_token: int | None = None,
-    num_heads: int | None = None,
-    source: str = "the state dict",
+    host: nn.Module,
+    num_heads: int | None,
+    source: str,
+    **settings: Any,
 ) -> tuple[GatedAdapter, dict[str, Tensor]]:
     """Return settings and weights of the gated blocks among the tensors of a published model, whose rest is ignored."""
+    depth = depth_of(host)
+    if depth is None:
+        raise AdapterFileError(
+            f"cannot load {family} onto {type(host).__name__}: its config has no num_hidden_layers; is it a language "
+            "model?"
+        )
     spec = FAMILIES[check_choice("family", family, tuple(FAMILIES))]
     blocks, others = _find_blocks(family, spec, tensors, source)
     names = _names(family, spec, blocks, source)
-    layers = _layers(family, sorted(blocks), others, host.depth, source)
+    layers = _layers(family, sorted(blocks), others, depth, source)
     lowest = {theirs: tensors[blocks[min(blocks)][theirs]] for theirs in names}
     first = {ours: lowest[theirs] for theirs, all_ours in names.items() for ours in all_ours}
     adapter = GatedAdapter(
@@ -147,11 +141,10 @@ def read_published(
         layers=layers,
         position="before",
         layout=GatedLayout(**spec.layout, **_epsilon(spec, host, source), memory_norm=False),
-        visible_segments=visible_segments,
-        media_token=media_token,
+        **settings,
     )
     with torch.device("meta"):
-        sites = [Site(layer, "before", "", host.width, torch.device("meta")) for layer in layers]
+        sites = [Site(layer, "before", "", width_of(host), torch.device("meta")) for layer in layers]
         shapes = {name: value.shape for name, value in GatedLayers(adapter, sites).state_dict().items()}
     by_layer = {layer: blocks[number] for layer, number in zip(layers, sorted(blocks), strict=True)}
     return adapter, _weights(names, by_layer, tensors, shapes, source)
@@ -244,13 +237,14 @@ def _layers(family: str, numbers: list[int], others: int, depth: int, source: st
     return layers
 
 
-def _sizes(known: Family, first: Mapping[str, Tensor], host: TextHost, num_heads: int | None, source: str) -> Settings:
+def _sizes(known: Family, first: Mapping[str, Tensor], host: nn.Module, num_heads: int | None, source: str) -> Settings:
     """Return the settings that follow from the shapes of a block and from the host."""
     q, k, up = (first[f"{name}.weight"] for name in ("attention.q_proj", "attention.kv_proj.k_proj", "feed_forward.up"))
     if not all(matrix.dim() == 2 and matrix.numel() for matrix in (q, k, up)):
         raise AdapterFileError(f"{source}: the projections must be matrices, got {[list(m.shape) for m in (q, k, up)]}")
-    if q.shape[1] != host.width:
-        raise AdapterFileError(f"{source} is for a text model {q.shape[1]} wide, and this host is {host.width} wide")
+    width = width_of(host)
+    if q.shape[1] != width:
+        raise AdapterFileError(f"{source} is for a text model {q.shape[1]} wide, and this host is {width} wide")
     norm = first.get("attention.q_norm.weight")
     rows, kv_rows = q.shape[0], k.shape[0] // max(len(stacked) for stacked in known.names.values())
     if num_heads is not None:
@@ -258,31 +252,32 @@ def _sizes(known: Family, first: Mapping[str, Tensor], host: TextHost, num_heads
     elif norm is not None:
         head_dim = norm.numel()
     else:
-        head_dim = known.head_dim or rows // (host.num_heads or 1)
+        head_dim = known.head_dim or rows // getattr(text_config(host), "num_attention_heads", 1)
     if not head_dim or rows % head_dim or kv_rows % head_dim:
         raise AdapterFileError(
             f"{source}: {rows} rows of queries and {kv_rows} of keys are not a whole number of heads; give num_heads="
         )
-    multiple = up.shape[0] / host.width
+    multiple = up.shape[0] / width
     return {
         "memory_dim": k.shape[1],
         "num_heads": rows // head_dim,
         "head_dim": head_dim,
         "num_kv_heads": None if kv_rows == rows else kv_rows // head_dim,
         # int(feed_forward · width) is the hidden width.
-        "feed_forward": multiple if int(multiple * host.width) == up.shape[0] else math.nextafter(multiple, math.inf),
+        "feed_forward": multiple if int(multiple * width) == up.shape[0] else math.nextafter(multiple, math.inf),
         "gate": "channel" if first["gate.gate"].numel() > 1 else "scalar",
         "qk_norm": norm is not None,
     }
 
 
-def _epsilon(known: Family, host: TextHost, source: str) -> Settings:
+def _epsilon(known: Family, host: nn.Module, source: str) -> Settings:
     """Return the epsilon of RMSNorm, that of the text model, for families that have the norm."""
     if known.layout.get("norm") != "rms":
         return {}
-    if host.norm_eps is None or host.activation not in ("silu", "swish"):
+    epsilon, activation = (getattr(text_config(host), name, None) for name in ("rms_norm_eps", "hidden_act"))
+    if epsilon is None or activation not in ("silu", "swish"):
         raise AdapterFileError(
-            f"{source} needs a text model with RMSNorm and SwiGLU; this host has epsilon {host.norm_eps} and "
-            f"activation {host.activation!r}"
+            f"{source} needs a text model with RMSNorm and SwiGLU; this host has epsilon {epsilon} and "
+            f"activation {activation!r}"
         )
-    return {"norm_eps": host.norm_eps}
+    return {"norm_eps": epsilon}

@@ -16,16 +16,16 @@ from tests import tiny
 from tests.training import small_run
 
 
-def collators(folder: Path) -> tuple[training.RowCollator, training.RowCollator]:
+def collators() -> tuple[training.RowCollator, training.RowCollator]:
     """Of the rows of the small run: padded, and packed."""
     given: dict[str, Any] = {"tokenizer": small_run.Letters()}
     return training.RowCollator(**given), training.RowCollator(**given, packing=True)
 
 
-def test_rows_cost_what_they_do_padded(tmp_path: Path) -> None:
+def test_rows_cost_what_they_do_padded() -> None:
     """Prompts that are only read, rows without a memory, and memories of unequal length among them."""
     model = tiny.open_gates(small_run.attach())
-    rows, (plain, packing) = small_run.rows(), collators(tmp_path)
+    rows, (plain, packing) = small_run.rows(), collators()
     padded, packed = plain.batch(rows), packing.batch(rows)
     assert packed.input_ids.shape[0] < len(rows) and packed.input_ids.shape[1] == padded.input_ids.shape[1]
     assert packed.attention_mask is None and packed.position_ids is not None
@@ -55,7 +55,7 @@ def test_scores_and_segments_go_with_their_document() -> None:
 
 @pytest.mark.parametrize("how", ["rows", "flattening"])
 def test_the_trainer_learns_as_it_does_padded(how: str, tmp_path: Path) -> None:
-    plain, packing = collators(tmp_path)
+    plain, packing = collators()
     rows: Any = small_run.rows()
     if how == "flattening":  # transformers' own collator, beside which the memories are stacked
         table = [{"input_ids": [1, 5 + i % 7, 9, 2], "memory": torch.randn(3, tiny.MEMORY_DIM)} for i in range(12)]

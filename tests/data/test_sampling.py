@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -66,10 +65,10 @@ class TestCollator:
 
 @pytest.mark.parametrize("start", ["fork", "spawn"])
 @pytest.mark.slow
-def test_workers_of_a_data_loader(tmp_path: Path, start: str) -> None:
+def test_workers_of_a_data_loader(start: str) -> None:
     """Invariant 78: the same batches, memories included, as without workers."""
     rows = small_run.rows(7)
-    given = {"batch_size": 3, "collate_fn": small_run.collator(tmp_path)}
+    given = {"batch_size": 3, "collate_fn": small_run.collator()}
     alone = list(DataLoader(rows, **given))
     beside = list(DataLoader(rows, **given, num_workers=1, multiprocessing_context=start))
     assert len(beside) == len(alone) == 3

@@ -60,7 +60,7 @@ def attach(host: Any = None, **settings: Any) -> Any:
     return mmattn.attach(host or tiny.make("llama"), mmattn.GatedAdapter(**made))
 
 
-def collator(folder: Path) -> training.RowCollator:
+def collator() -> training.RowCollator:
     """Of these rows, whose memories need no encoder."""
     return training.RowCollator(Letters())
 
@@ -118,7 +118,7 @@ def run(
     trainer = Killed(
         model,
         arguments(folder / "checkpoints", **chosen | given),
-        data_collator=collator(folder),
+        data_collator=collator(),
         train_dataset=rows() if data is None else data,
         eval_dataset={"right": held_out, "shuffled": shuffled(held_out)},
         gate_learning_rate=gate_learning_rate,

@@ -36,7 +36,7 @@ def waits_of(folder: Path, steps: int) -> int:
         folder, max_steps=steps, per_device_train_batch_size=4, logging_steps=100, **ON_A_CARD
     )
     trainer = training.AdapterTrainer(
-        small_run.attach(), arguments, data_collator=small_run.collator(folder), train_dataset=rows()
+        small_run.attach(), arguments, data_collator=small_run.collator(), train_dataset=rows()
     )
     torch.cuda.synchronize()
     with warnings.catch_warnings(record=True) as warned:
@@ -65,7 +65,7 @@ def test_batches_of_workers(tmp_path: Path) -> None:
         **ON_A_CARD,
     )  # fmt: skip
     trainer = training.AdapterTrainer(
-        model=small_run.attach(), args=arguments, data_collator=small_run.collator(tmp_path / "memories"),
+        model=small_run.attach(), args=arguments, data_collator=small_run.collator(),
         train_dataset=small_run.rows(),
     )  # fmt: skip
     trainer.train()

@@ -165,7 +165,7 @@ def test_the_trainer_takes_it(folder: Path, kind: str, tmp_path: Path) -> None:
     made = training.AdapterTrainer(
         model=model,
         args=small_run.arguments(tmp_path, max_steps=2, learning_rate=1e-2),
-        data_collator=small_run.collator(tmp_path),
+        data_collator=small_run.collator(),
         train_dataset=small_run.rows(),
     )
     made.train()

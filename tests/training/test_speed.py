@@ -50,7 +50,7 @@ def test_figures_of_the_trainer(tmp_path: Path, peak: float | None) -> None:
         save_strategy="steps", save_steps=2,
     )  # fmt: skip
     trainer = training.AdapterTrainer(
-        model=model, args=arguments, data_collator=small_run.collator(tmp_path / "memories"),
+        model=model, args=arguments, data_collator=small_run.collator(),
         train_dataset=small_run.rows(), eval_dataset=small_run.rows(5),
     )  # fmt: skip
     trainer.train()

@@ -25,7 +25,7 @@ def trainer(folder: Path, model: Any = None, **arguments: Any) -> Any:
     return training.AdapterTrainer(
         model=small_run.attach(dropout=0.2) if model is None else model,
         args=small_run.arguments(folder, **given),
-        data_collator=small_run.collator(folder / "memories"),
+        data_collator=small_run.collator(),
         train_dataset=small_run.rows(),
         eval_dataset=small_run.rows(5),
         gate_learning_rate=0.1,

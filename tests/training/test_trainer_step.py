@@ -26,7 +26,7 @@ def run(folder: Path, model: Any, rows: list[training.Row], **arguments: Any) ->
     given = {"max_steps": 3, "per_device_train_batch_size": 3, "learning_rate": 1e-2, "logging_steps": 1} | arguments
     trainer = training.AdapterTrainer(
         model=model, args=small_run.arguments(folder, **given),
-        data_collator=small_run.collator(folder / "memories"), train_dataset=rows, gate_learning_rate=0.1,
+        data_collator=small_run.collator(), train_dataset=rows, gate_learning_rate=0.1,
     )  # fmt: skip
     trainer.train()
     return [one["loss"] for one in trainer.state.log_history if "loss" in one], trainer

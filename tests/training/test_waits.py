@@ -106,7 +106,7 @@ def test_a_step_of_the_trainer(tmp_path: Path, accumulation: int) -> None:
     given = {"max_steps": 3, "per_device_train_batch_size": 3, "logging_steps": 7}
     arguments = small_run.arguments(tmp_path, gradient_accumulation_steps=accumulation, **given)
     made = training.AdapterTrainer(
-        model=model, args=arguments, data_collator=small_run.collator(tmp_path / "memories"),
+        model=model, args=arguments, data_collator=small_run.collator(),
         train_dataset=[row for row in small_run.rows() if row.has_memory], callbacks=[Second()],
     )  # fmt: skip
     made.train()

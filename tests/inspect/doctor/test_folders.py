@@ -9,18 +9,15 @@ import pytest
 import torch
 
 import mmattn
-from mmattn.cli.app import main
 from mmattn.inspect.doctor.run import random_batch
 from tests import tiny, tiny_unets
 from tests.adapters.chunked import chunks
+from tests.cli.running import call
 
 
 def doctor(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:
     """Exit code, stdout and stderr of `mmattn doctor WORDS`."""
-    with pytest.raises(SystemExit) as end:
-        main(["doctor", *(str(word) for word in words)])
-    out, err = capsys.readouterr()
-    return int(end.value.code or 0), out, err
+    return call(capsys, "doctor", *words)
 
 
 def save(folder: Path, model: Any, host: str = "host") -> Path:

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 import mmattn
-from mmattn.cli.app import main
 from mmattn.errors import ConfigError
 from mmattn.inspect.doctor.questions import plain_pictures
 from mmattn.inspect.doctor.report import binomial_tail, interval
 from mmattn.models.catalogue import find_asset
+from tests.cli.running import call
 from tests.inspect.doctor import servers, tiny_readers
 from tests.inspect.doctor.tiny_readers import passage_rows, picture_rows
 
@@ -61,10 +61,7 @@ def test_how_rare_a_mix_up_is_found_in_200_requests() -> None:
 
 def run(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:
     """Exit code, stdout and stderr of `mmattn doctor WORDS`."""
-    with pytest.raises(SystemExit) as end:
-        main(["doctor", *(str(word) for word in words)])
-    out, err = capsys.readouterr()
-    return int(end.value.code or 0), out, err
+    return call(capsys, "doctor", *words)
 
 
 @pytest.mark.slow

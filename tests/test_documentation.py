@@ -54,6 +54,7 @@ def test_docstring_examples(name: str) -> None:
     assert result.failed == 0
 
 
+@pytest.mark.slow  # it trains
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true:UserWarning")  # where there is no GPU
 def test_readme_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = blocks((ROOT / "README.md").read_text(encoding="utf-8"))

@@ -368,8 +368,7 @@ def search_index(
         if score_threshold is not None:
             hits = hits.above(score_threshold)
         if not hits.mask.any():
-            say_nothing_fits(scores, score_threshold)
-            return
+            return say_nothing_fits(scores, score_threshold)
         if rerank is not None:
             from mmattn.retrieval.hits import load_cross_encoder
 

@@ -86,7 +86,8 @@ def doctor(
 def _subject(name: str) -> tuple[object, object]:
     """Load the pipeline of an adapter's folder, or a model with its processor."""
     from mmattn.models.loading import load_model, load_part
-    from mmattn.pipelines import default_device, pipeline
+    from mmattn.pipelines import pipeline
+    from mmattn.pipelines.build import default_device
 
     if name.startswith("assets/") or (Path(name) / "pipeline_config.json").is_file():
         return pipeline(name), None

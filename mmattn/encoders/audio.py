@@ -53,8 +53,6 @@ class SoundEncoder(FrozenEncoder):
     """Base class of encoders of sounds, which implement `_encode`."""
 
     sampling_rate: int
-    #: One token for each sound, the mean of its tokens.
-    pooled = False
 
     def forward(
         self,
@@ -84,10 +82,8 @@ class SoundEncoder(FrozenEncoder):
                 parts = list(self._encode(wave.split(_BLOCK)))
             except AudioError as error:
                 raise AudioError(f"sound {number}: {error}") from error
-            tokens = torch.cat([tokens for tokens, _ in parts])
-            rows.append(tokens.mean(0, keepdim=True) if self.pooled else tokens)
-            times: list[Source] = [{}] if self.pooled else [time for _, times in parts for time in times]
-            sources.append([{"audio": number, **time} for time in times])
+            rows.append(torch.cat([tokens for tokens, _ in parts]))
+            sources.append([{"audio": number, **time} for _, times in parts for time in times])
         return self._padded(rows, sources)
 
     encode = forward
@@ -105,10 +101,7 @@ class SoundEncoder(FrozenEncoder):
 
         Raises:
             AudioError: a piece cannot be read, or all of them are too short for one token.
-            ConfigError: the encoder is pooled, which needs the whole sound.
         """
-        if self.pooled:
-            raise ConfigError("pooled states need the whole sound; build the encoder without pooled to stream")
         for tokens, times in self._encode(_resampled(pieces, self.sampling_rate, sampling_rate)):
             if len(tokens):
                 yield Memory(tokens[None], sources=[[{"audio": 0, **time} for time in times]])
@@ -128,7 +121,6 @@ class AudioEncoder(SoundEncoder):
         name: any name or folder that `transformers.AutoModel` reads, with safetensors weights; or the model itself.
         feature_extractor: needed with a model itself; otherwise that of the name.
         window: seconds of a window; by default that of the model (Whisper: 30, CLAP: 10), or 30.
-        pooled: one token for each sound, the mean of its states (m = 1).
         device: device of the network, by default the CPU.
 
     Attributes:
@@ -152,7 +144,6 @@ class AudioEncoder(SoundEncoder):
         feature_extractor: FeatureExtractionMixin | None = None,
         *,
         window: float | None = None,
-        pooled: bool = False,
         device: str | torch.device | None = None,
     ) -> None:
         if isinstance(name, (str, os.PathLike)):
@@ -172,13 +163,12 @@ class AudioEncoder(SoundEncoder):
         self.window = longest if window is None else check_float("window", window, at_least=1e-3)
         if self._fixed is not None and self.window > longest:
             raise ConfigError(f"{type(model).__name__} reads {longest:g} s at once, and window is {window}: give less")
-        self.pooled = pooled
         settings = {
             "encoder": "audio",
             "model": model.config.model_type,
             "features": json.loads(feature_extractor.to_json_string()),
             "window": self.window,
-            "pooled": pooled,
+            "pooled": False,
         }
         super().__init__(model, settings, device)
         # Not silence, which has deviation 0.

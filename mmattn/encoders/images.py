@@ -94,7 +94,7 @@ def picture_files(paths: Iterable[str | os.PathLike[str]]) -> list[str]:
 class PixelProcessor(Protocol):
     """From images to the pixels of a network, with settings for its fingerprint."""
 
-    def __call__(self, images: Iterable[object], *, first: int = 0, max_pixels: int = MAX_PIXELS) -> Tensor: ...
+    def __call__(self, images: Iterable[object], *, first: int = 0) -> Tensor: ...
 
     def as_dict(self) -> dict[str, object]: ...
 
@@ -138,18 +138,17 @@ class ImageProcessor:
         check_choice("interpolation", self.interpolation, ("bicubic", "bilinear"))
         check_int("fill", self.fill, at_least=0, at_most=255)
 
-    def __call__(self, images: Iterable[object], *, first: int = 0, max_pixels: int = MAX_PIXELS) -> Tensor:
+    def __call__(self, images: Iterable[object], *, first: int = 0) -> Tensor:
         """Return normalised pixels (b, 3, height, width) of b images, float32.
 
         Args:
             images: of any kind that `load_image` reads.
             first: number of the first image in messages.
-            max_pixels: larger images are refused before they are decoded.
 
         Raises:
             ImageError: an image cannot be read; the message says which one.
         """
-        rows = each_image(lambda image: _pixels(self._fitted(image)), images, first, max_pixels)
+        rows = each_image(lambda image: _pixels(self._fitted(image)), images, first)
         pixels = torch.stack(rows) if rows else torch.zeros(0, *self.size, 3, dtype=torch.uint8)  # type: ignore[misc]
         mean, std = (torch.tensor(value).view(3, 1, 1) for value in (self.mean, self.std))
         return (pixels.permute(0, 3, 1, 2).float() / 255 - mean) / std
@@ -180,14 +179,12 @@ class ImageProcessor:
         return image.resize((columns, rows), method, box=(left, top, min(right, width), min(bottom, height)))
 
 
-def each_image(
-    prepare: Callable[[Image], Tensor], images: Iterable[object], first: int = 0, max_pixels: int = MAX_PIXELS
-) -> list[Tensor]:
+def each_image(prepare: Callable[[Image], Tensor], images: Iterable[object], first: int = 0) -> list[Tensor]:
     """Return `prepare(image)` of each image; errors name the image, counted from `first`."""
     rows = []
     for number, image in enumerate(images, start=first):
         try:
-            rows.append(prepare(load_image(image, max_pixels=max_pixels)))
+            rows.append(prepare(load_image(image)))
         except ImageError as error:
             raise ImageError(f"picture {number}: {error}") from error
     return rows
@@ -381,9 +378,7 @@ class ImageEncoder(FrozenEncoder):
         """
         return self.model(pixels)
 
-    def forward(
-        self, images: object, *, batch_size: int = 32, progress: bool = False, max_pixels: int = MAX_PIXELS
-    ) -> Memory:
+    def forward(self, images: object, *, batch_size: int = 32, progress: bool = False) -> Memory:
         """Return the memory (b, m, e) of b images, computed without gradients.
 
         `sources` of the memory names the image and the patch of each token: {"image": 0, "patch": [row, column]}.
@@ -392,7 +387,6 @@ class ImageEncoder(FrozenEncoder):
             images: one image or a list of them, of any kind that `load_image` reads.
             batch_size: images that pass the network at once.
             progress: show the progress on stderr.
-            max_pixels: larger images are refused before they are decoded.
 
         Raises:
             ImageError: an image cannot be read; the message says which one.
@@ -403,7 +397,7 @@ class ImageEncoder(FrozenEncoder):
         # no_grad and not inference_mode: an adapter's backward may keep these tensors.
         with torch.no_grad():
             parts = [
-                self._tokens(process(pictures[start : start + batch_size], first=start, max_pixels=max_pixels))[0]
+                self._tokens(process(pictures[start : start + batch_size], first=start))[0]
                 for start in batches(len(pictures), batch_size, "encoding", progress)
             ]
         tokens = torch.cat(parts) if parts else torch.zeros(0, self.length, self.dim, dtype=self.dtype)

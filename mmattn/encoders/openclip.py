@@ -110,13 +110,12 @@ class OpenCLIPEncoder(ImageEncoder):
 class OpenCLIPTextEncoder(TextEncoderBase):
     """Embeddings of texts by the frozen text tower of CLIP (arXiv 2103.00020), from open_clip, as a memory (b, 1, e).
 
-    They lie in the space of the image embeddings that `OpenCLIPEncoder(..., pooled=True)` of the same model gives, once
-    they are normalised.
+    They have length 1, and lie in the space of the image embeddings that `OpenCLIPEncoder(..., pooled=True)` of the
+    same model gives, once these are normalised.
 
     Args:
         name: as in `OpenCLIPEncoder`.
         pretrained: as in `OpenCLIPEncoder`.
-        normalize: scale every embedding to length 1.
         device: device of the network, by default the CPU.
 
     Attributes:
@@ -131,20 +130,18 @@ class OpenCLIPTextEncoder(TextEncoderBase):
     """
 
     model: CLIP
-    _shown = ("dim", "normalize", "max_length")
+    _shown = ("dim", "max_length")
 
     def __init__(
         self,
         name: str = "ViT-B-32",
         pretrained: str | os.PathLike[str] | None = None,
         *,
-        normalize: bool = True,
         device: str | torch.device | None = None,
     ) -> None:
         name, model, config = _load(name, pretrained)
         del model.visual
-        self.normalize = normalize
-        settings = {"encoder": "openclip text", "config": _described(config, "text_cfg"), "normalize": normalize}
+        settings = {"encoder": "openclip text", "config": _described(config, "text_cfg"), "normalize": True}
         super().__init__(model, settings, device)
         self.tokenizer = _tokenizer(name)
         self.max_length = self.tokenizer.context_length
@@ -161,7 +158,7 @@ class OpenCLIPTextEncoder(TextEncoderBase):
     def _encode_texts(self, texts: list[str], kind: str, batch_size: int, progress: bool) -> Tensor:
         refuse_empty([len(text.strip()) for text in texts])
         ids, starts = self.tokenizer(texts).to(self.device), batches(len(texts), batch_size, "encoding", progress)
-        rows = [self.model.encode_text(ids[n : n + batch_size], normalize=self.normalize) for n in starts]
+        rows = [self.model.encode_text(ids[n : n + batch_size], normalize=True) for n in starts]
         return torch.cat(rows)
 
     def _weights(self) -> dict[str, Tensor]:

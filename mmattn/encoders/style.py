@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmattn.encoders.base import register_encoder
-from mmattn.encoders.images import MAX_PIXELS, ImageEncoder, each_image
+from mmattn.encoders.images import ImageEncoder, each_image
 from mmattn.errors import ConfigError, ImageError, check_int
 from mmattn.models.loading import read_weights
 from mmattn.storage.files import replacing
@@ -62,9 +62,9 @@ class InkProcessor:
     size: int
     ink: bool = True
 
-    def __call__(self, images: Iterable[object], *, first: int = 0, max_pixels: int = MAX_PIXELS) -> Tensor:
+    def __call__(self, images: Iterable[object], *, first: int = 0) -> Tensor:
         """Return ink (b, 1, size, size), 1 on paper of -1; arguments as for `ImageProcessor`."""
-        rows = each_image(self._ink, images, first, max_pixels)
+        rows = each_image(self._ink, images, first)
         return torch.cat(rows) if rows else torch.zeros(0, 1, self.size, self.size)
 
     def as_dict(self) -> dict[str, object]:

@@ -61,9 +61,7 @@ class VideoEncoder(FrozenEncoder):
         super().__init__(images, {"encoder": "video", "fps": self.fps}, images.device)
         self.dim = images.dim
 
-    def forward(
-        self, videos: object, *, batch_size: int = 32, progress: bool = False, max_pixels: int = MAX_PIXELS
-    ) -> Memory:
+    def forward(self, videos: object, *, batch_size: int = 32, progress: bool = False) -> Memory:
         """Return the memory (b, m, e) of b videos, padded, computed without gradients; `encode` is the same.
 
         `sources` of the memory gives video, frame, time from the first frame, and patch: {"video": 0, "frame": 2,
@@ -74,7 +72,6 @@ class VideoEncoder(FrozenEncoder):
                 `datasets`, or lists of pairs of a time in seconds and an image.
             batch_size: frames that pass the network at once, and are in memory at once.
             progress: show the progress on stderr.
-            max_pixels: videos with larger frames are refused.
 
         Raises:
             VideoError: a video cannot be read; the message says which one.
@@ -86,19 +83,18 @@ class VideoEncoder(FrozenEncoder):
             items = [items]
         for number in batches(len(items), 1, "encoding", progress):
             try:
-                rows.append(self._whole(items[number], number, batch_size, max_pixels))
+                rows.append(self._whole(items[number], number, batch_size))
             except (VideoError, ImageError) as error:
                 raise VideoError(f"video {number}: {error}") from error
         return Memory.stack(rows) if rows else self._padded([], [])
 
     encode = forward
 
-    def stream(self, video: object, *, max_pixels: int = MAX_PIXELS) -> Iterator[Memory]:
+    def stream(self, video: object) -> Iterator[Memory]:
         """Yield the memory of one video frame by frame, as it arrives; the tokens are those of the whole video.
 
         Args:
             video: as in `forward`, or an iterable of pairs of a time in seconds and an image, as a camera gives them.
-            max_pixels: videos with larger frames are refused.
 
         Yields:
             Memories (1, n, e) of one frame each, for `MemoryStream.append`.
@@ -106,7 +102,7 @@ class VideoEncoder(FrozenEncoder):
         Raises:
             VideoError: it cannot be read.
         """
-        for number, frame in enumerate(stream_frames(video, fps=self.fps, max_pixels=max_pixels)):
+        for number, frame in enumerate(stream_frames(video, fps=self.fps)):
             yield self._encoded([frame], 0, number)
 
     def positions(self, memory: Memory) -> Tensor:
@@ -130,8 +126,8 @@ class VideoEncoder(FrozenEncoder):
         ]
         return torch.tensor(places, dtype=torch.float32, device=memory.device).view(memory.batch, memory.length, 3)
 
-    def _whole(self, video: object, number: int, batch_size: int, max_pixels: int) -> Memory:
-        frames = stream_frames(video, fps=self.fps, max_pixels=max_pixels)
+    def _whole(self, video: object, number: int, batch_size: int) -> Memory:
+        frames = stream_frames(video, fps=self.fps)
         parts: list[Memory] = []
         while chunk := list(itertools.islice(frames, batch_size)):
             parts.append(self._encoded(chunk, number, batch_size * len(parts)))
@@ -164,7 +160,7 @@ class Frame(NamedTuple):
     image: object
 
 
-def stream_frames(source: object, *, fps: float | None = None, max_pixels: int = MAX_PIXELS) -> Iterator[Frame]:
+def stream_frames(source: object, *, fps: float | None = None) -> Iterator[Frame]:
     """Yield frames of one video in their order, upright, each as soon as it is decoded; arguments as for encoders.
 
     With `fps` these are the frames on display at the requested times, each once: a video with fewer frames gives all of
@@ -173,12 +169,11 @@ def stream_frames(source: object, *, fps: float | None = None, max_pixels: int =
     >>> [frame.time for frame in stream_frames([(0.0, "a"), (0.4, "b"), (0.6, "c"), (1.1, "d")], fps=2)]
     [0.0, 0.4, 0.6, 1.1]
     """
-    check_int("max_pixels", max_pixels)
     if fps is not None:
         check_float("fps", fps, at_least=1e-6)
     # A little late, so that the rounding of times does not choose the frame before.
     count, late, previous, apart = 0, 1e-6, None, 0.0
-    for frame in _frames(source, max_pixels):
+    for frame in _frames(source):
         if fps is None:
             yield frame
         elif previous is not None:
@@ -195,7 +190,7 @@ def stream_frames(source: object, *, fps: float | None = None, max_pixels: int =
             yield previous
 
 
-def _frames(source: object, max_pixels: int) -> Iterator[Frame]:
+def _frames(source: object) -> Iterator[Frame]:
     """Yield all frames of a video."""
     with contextlib.ExitStack() as stack:
         source = undecoded(source)
@@ -208,7 +203,7 @@ def _frames(source: object, max_pixels: int) -> Iterator[Frame]:
             name, pairs = "the stream", source
         else:
             file, name = stack.enter_context(open_binary(source, "video", VideoError))
-            pairs = _decoded(file, name, max_pixels)
+            pairs = _decoded(file, name)
         first, last = 0.0, -math.inf
         for pair in pairs:
             if not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[0], (int, float)):
@@ -223,7 +218,7 @@ def _frames(source: object, max_pixels: int) -> Iterator[Frame]:
             raise VideoError(f"{name} has no frames")
 
 
-def _decoded(file: BinaryIO, name: str, max_pixels: int) -> Iterator[tuple[float, object]]:
+def _decoded(file: BinaryIO, name: str) -> Iterator[tuple[float, object]]:
     """Yield the time and the pixels of each frame."""
     av = import_extra("av", "video")
     errors = (av.error.FFmpegError, OSError, ValueError, LookupError)
@@ -236,10 +231,9 @@ def _decoded(file: BinaryIO, name: str, max_pixels: int) -> Iterator[tuple[float
         if not container.streams.video:
             raise VideoError(f"{name} has no pictures, though it may have sound")
         stream = container.streams.video[0]
-        if stream.width * stream.height > max_pixels:
+        if stream.width * stream.height > MAX_PIXELS:
             raise VideoError(
-                f"{name} has frames of {stream.width} x {stream.height} pixels, more than {max_pixels}; shrink it "
-                "first, or raise max_pixels"
+                f"{name} has frames of {stream.width} x {stream.height} pixels, more than {MAX_PIXELS}; shrink it"
             )
         frames, first, last = container.decode(stream), math.inf, -math.inf
         while True:
@@ -256,7 +250,7 @@ def _decoded(file: BinaryIO, name: str, max_pixels: int) -> Iterator[tuple[float
             # Broken clocks repeat a time now and then; these frames are left out.
             if frame.time > last:
                 first, last = min(first, frame.time), frame.time
-                yield last, _upright(_square(frame, stream.sample_aspect_ratio, max_pixels))
+                yield last, _upright(_square(frame, stream.sample_aspect_ratio))
         seconds = last - first + 1 / float(stream.average_rate or math.inf)
         duration = _duration(container, stream, av.time_base)
     if last >= first and seconds + max(_SLACK[1], _SLACK[0] * duration) < duration:
@@ -274,10 +268,10 @@ def _duration(container: InputContainer, stream: VideoStream, time_base: int) ->
     return float(container.duration / time_base - (late or 0) * (stream.time_base or 0))
 
 
-def _square(frame: VideoFrame, aspect: Fraction | None, max_pixels: int) -> VideoFrame:
+def _square(frame: VideoFrame, aspect: Fraction | None) -> VideoFrame:
     """Return the frame with square pixels; `aspect` is the width of a pixel divided by its height."""
     width = round(frame.width * aspect) if aspect else frame.width
-    if width == frame.width or not 0 < width * frame.height <= max_pixels:
+    if width == frame.width or not 0 < width * frame.height <= MAX_PIXELS:
         return frame
     return frame.reformat(width=width)
 

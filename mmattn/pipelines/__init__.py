@@ -13,14 +13,8 @@ from mmattn.lazy import lazy_exports
 if TYPE_CHECKING:
     from mmattn.encoders.images import load_image_encoder
     from mmattn.pipelines.base import pipeline
-    from mmattn.pipelines.build import default_device, load_host, load_language_model, quantization_config
-    from mmattn.pipelines.config import (
-        EncoderReference,
-        MemoryConfig,
-        ModelReference,
-        PipelineConfig,
-        tokenizer_fingerprint,
-    )
+    from mmattn.pipelines.build import load_host, load_language_model
+    from mmattn.pipelines.config import EncoderReference, MemoryConfig, ModelReference, PipelineConfig
     from mmattn.pipelines.generation import generate_texts
     from mmattn.pipelines.passage_answering import PassageAnsweringPipeline
     from mmattn.pipelines.question_answering import (
@@ -57,7 +51,6 @@ __all__ = [
     "TextToImagePipeline",
     "as_image",
     "build_index",
-    "default_device",
     "generate_texts",
     "load_diffusion_host",
     "load_host",
@@ -66,9 +59,7 @@ __all__ = [
     "load_text_encoder",
     "noise_schedule",
     "pipeline",
-    "quantization_config",
     "read_entries",
-    "tokenizer_fingerprint",
 ]
 
 __getattr__, __dir__ = lazy_exports(__name__)

@@ -98,14 +98,7 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, reference: ModelReferenc
 
 
 def quantization_config(kind: str) -> QuantizationConfigMixin:
-    """Return the settings of transformers for weights in 8 or 4 bit.
-
-    Args:
-        kind: "int8" by torchao, "bnb8" or "bnb4" by bitsandbytes (NF4, arXiv 2305.14314, section 3).
-
-    Raises:
-        MissingExtraError: the quantising library is not installed.
-    """
+    """Return the settings of transformers for weights in 8 or 4 bit (NF4, arXiv 2305.14314, section 3)."""
     from transformers import BitsAndBytesConfig, TorchAoConfig
 
     if kind == "int8":

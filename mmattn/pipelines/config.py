@@ -241,14 +241,7 @@ def absolute(name: str) -> str:
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the sha256 of the vocabulary and the special tokens of a tokenizer.
-
-    Args:
-        tokenizer: of transformers.
-
-    Raises:
-        ConfigError: it has no vocabulary.
-    """
+    """Return the sha256 of the vocabulary and the special tokens of a tokenizer."""
     vocabulary = tokenizer.get_vocab()
     if not vocabulary:
         raise ConfigError(f"{type(tokenizer).__name__} has no vocabulary, so it has no fingerprint")

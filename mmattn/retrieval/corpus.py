@@ -6,7 +6,7 @@ import json
 import os
 import re
 import unicodedata
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ from mmattn.errors import AdapterFileError, ConfigError, ShapeError, TextError, 
 from mmattn.memory import Memory
 from mmattn.retrieval.embedding_space import Encoder
 from mmattn.storage.json_files import parse_json
-from mmattn.tokenization import call_tokenizer, check_text
+from mmattn.tokenization import check_text
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -34,7 +34,6 @@ _MARKS = "".join(mark for mark in map(chr, range(0x300, 0x3100)) if unicodedata.
 _MARKS += "\ufe00-\ufe0f\uff9e\uff9f\U000e0100-\U000e01ef"
 # A word, or in such a script a character with what is written on it.
 _WORD = re.compile(rf"[{_SPACELESS}][{_MARKS}]*|[^\s{_SPACELESS}]+")
-Span = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -59,26 +58,23 @@ def chunk(
     size: int,
     overlap: int = 0,
     *,
-    tokenizer: Any = None,
     sources: Sequence[Any] | None = None,
     unique: bool = True,
 ) -> list[Chunk]:
-    """Cut documents into chunks of at most `size` tokens; neighbours share `overlap` tokens.
+    """Cut documents into chunks of at most `size` words; neighbours share `overlap` words.
 
-    A chunk lies in one document, and the end of a document is not repeated in a chunk of its own.
+    A chunk lies in one document, and the end of a document is not repeated in a chunk of its own. In scripts without
+    spaces between words, such as Chinese, Japanese and Thai, characters count as words.
 
     Args:
         texts: one document or several. Those without a word give no chunk.
-        size: tokens of a chunk.
+        size: words of a chunk.
         overlap: how many of these a chunk shares with the one before it.
-        tokenizer: a fast Hugging Face tokenizer; None counts words, and characters in scripts without spaces between
-            words, such as Chinese, Japanese and Thai. A character of several tokens is not cut, so its chunk may exceed
-            `size`.
         sources: the name of each document; its number by default.
         unique: return only the first of chunks with equal text.
 
     Raises:
-        ConfigError: a size below 1, an overlap not below it, or a tokenizer without offsets.
+        ConfigError: a size below 1, or an overlap not below it.
         ShapeError: not as many sources as texts.
         TextError: an item that is no text.
 
@@ -98,63 +94,15 @@ def chunk(
     chunks: list[Chunk] = []
     texts_so_far: set[str] = set()
     for document, source in zip(documents, names, strict=True):
-        units = _tokens(document, tokenizer)
-        for first, last in _windows([count for _, count in units], size, overlap):
-            start, end = units[first][0][0], units[last][0][1]
+        words = [word.span() for word in _WORD.finditer(document)]
+        for first in range(0, max(len(words) - overlap, min(len(words), 1)), size - overlap):
+            start, end = words[first][0], words[first : first + size][-1][1]
             text = document[start:end]
             if unique and text in texts_so_far:
                 continue
             texts_so_far.add(text)
             chunks.append(Chunk(text, source, start, end))
     return chunks
-
-
-def _windows(counts: list[int], size: int, overlap: int) -> Iterator[tuple[int, int]]:
-    """Yield the first and the last unit of each chunk, where unit i counts as `counts[i]`."""
-    first = 0
-    while first < len(counts):
-        end, total = first + 1, counts[first]
-        while end < len(counts) and total + counts[end] <= size:
-            total += counts[end]
-            end += 1
-        yield first, end - 1
-        if end == len(counts):
-            return
-        begin, shared = end, 0
-        room = min(overlap, size - counts[end])  # or the next chunk would end where this one does
-        while begin - 1 > first and shared + counts[begin - 1] <= room:
-            begin -= 1
-            shared += counts[begin]
-        first = begin
-
-
-def _tokens(document: str, tokenizer: Any) -> list[tuple[Span, int]]:
-    """Return spans and how many tokens each is: those of one character together, blanks with the last."""
-    if tokenizer is None:
-        return [(word.span(), 1) for word in _WORD.finditer(document)]
-    if not getattr(tokenizer, "is_fast", False):
-        raise ConfigError(
-            f"the tokenizer must be a fast one, which returns offsets; got {type(tokenizer).__name__}. Load it with "
-            "AutoTokenizer, or count words with tokenizer=None"
-        )
-    options = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
-    units: list[tuple[Span, int]] = []
-    for offsets in call_tokenizer(tokenizer, document, return_offsets_mapping=True, **options)["offset_mapping"]:
-        start, end = _trimmed(document, *offsets)
-        blank = start == end
-        if units and (blank or start < units[-1][0][1]):
-            (begin, previous_end), count = units[-1]
-            units[-1] = ((begin, previous_end if blank else max(previous_end, end)), count + 1)
-        elif not blank:
-            units.append(((start, end), 1))
-    return units
-
-
-def _trimmed(document: str, start: int, end: int) -> Span:
-    """Return the span without surrounding blanks."""
-    text = document[start:end]
-    left = len(text) - len(text.lstrip())
-    return start + left, max(start + left, start + len(text.rstrip()))
 
 
 def embed_corpus(

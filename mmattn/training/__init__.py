@@ -21,7 +21,7 @@ if TYPE_CHECKING:
         read_metrics,
         spread_table,
     )
-    from mmattn.training.lora import add_lora, load_lora, matched_lora
+    from mmattn.training.lora import add_lora, matched_lora
     from mmattn.training.losses import mean_nats, sum_nats, token_nats
     from mmattn.training.lower_layers import cached_hidden_states
     from mmattn.training.prompt_cache import PromptCache, cached_prompts
@@ -56,7 +56,6 @@ __all__ = [
     "encode_texts",
     "encoding_of",
     "gradient_checkpointing",
-    "load_lora",
     "make_row",
     "markdown_table",
     "matched_lora",

@@ -122,19 +122,7 @@ def add_lora(host: nn.Module, rank: int, *, layers: Sequence[int] | None = None,
 
 
 def load_lora(host: nn.Module, folder: str | os.PathLike[str]) -> PeftModel:
-    """Load a LoRA that `save_pretrained` of a peft model wrote; it is frozen, as the host is.
-
-    Args:
-        host: that it was trained on.
-        folder: of the LoRA.
-
-    Returns:
-        The peft model.
-
-    Raises:
-        AdapterFileError: the folder holds none that fits.
-        MissingExtraError: peft is not installed.
-    """
+    """Load a LoRA that `save_pretrained` of a peft model wrote; it is frozen, as the host is."""
     peft = import_extra("peft", "train")
     try:
         with warnings.catch_warnings():

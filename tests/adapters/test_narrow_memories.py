@@ -59,7 +59,13 @@ def learned(adapter: Any, e: int, steps: int) -> float:
     return sum(losses[-10:]) / 10
 
 
-@pytest.mark.parametrize(("kind", "e"), [*((kind, 1) for kind in KINDS), ("gated", 3), ("joined", 3)])
+@pytest.mark.parametrize(
+    ("kind", "e"),
+    [
+        *(pytest.param(kind, 1, marks=[pytest.mark.slow] * ("inserted" in kind)) for kind in KINDS),
+        *(("gated", 3), ("joined", 3)),
+    ],
+)
 def test_every_kind_learns_from_few_numbers(kind: str, e: int) -> None:
     """Invariant 138: chance is 0.693, and a norm over one number leaves nothing but that."""
     slow = kind == "inserted"  # with vectors of any width

@@ -85,10 +85,6 @@ def test_a_row_is_the_same_alone_and_beside_others(name: str) -> None:
         assert memory.sources[number] == [{**source, "audio": number} for source in alone.sources[0]] + [None] * (
             memory.length - alone.length
         )
-    if name != "log mel":
-        pooled = AudioEncoder(ear.model, ear.feature_extractor, pooled=True)(waves)
-        assert pooled.sources == [[{"audio": number}] for number in range(4)]
-        torch.testing.assert_close(pooled.tokens[3, 0], ear(waves[3]).tokens[0].mean(0))
 
 
 def test_times_of_a_long_sound_follow_each_other(encoder: AudioEncoder) -> None:
@@ -207,7 +203,6 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: AudioEncoder(*tiny_audio("whisper"), window=2), ConfigError, "1 s at once, and window is 2"),
     (lambda: AudioEncoder(nn.Linear(3, 3), wav2vec2().feature_extractor), ConfigError, "Linear"),
     (lambda: AudioEncoder(bert(), wav2vec2().feature_extractor), ConfigError, "BertModel"),
-    (lambda: next(wav2vec2(pooled=True).stream([torch.zeros(999)])), ConfigError, "without pooled"),
     (lambda: AudioEncoder("/nowhere/at/all"), AdapterFileError, "no feature extractor can be loaded from"),
     (lambda: LogMelEncoder(hop=0.03), ConfigError, "window of 0.025"),
     (lambda: LogMelEncoder(hop=-0.01), ConfigError, "hop must be in"),

@@ -63,7 +63,7 @@ def test_prompts_of_a_batch_have_their_own_examples(pipe: Any) -> None:
 def test_an_example_is_followed_as_far_as_asked(pipe: Any) -> None:
     digits = [f"a {number}" for number in range(10)]
     plain, none, bold = (
-        pipe(digits, example, adapter_scale=scale, num_inference_steps=10, generator=seeded())
+        pipe(digits, example, adapter_scale=scale, num_inference_steps=6, generator=seeded())
         for example, scale in ((None, 1.0), (BOLD, 0.0), (BOLD, 1.0))
     )
     assert [one.tobytes() for one in plain] == [one.tobytes() for one in none]

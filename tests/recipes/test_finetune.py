@@ -21,6 +21,7 @@ import mmattn
 from mmattn import training
 from mmattn.errors import AdapterFileError, ConfigError, MissingExtraError, TextError
 from mmattn.recipes import read_settings
+from mmattn.training.lora import load_lora
 from tests.cli.running import call
 from tests.recipes.runs import settings_of
 
@@ -125,7 +126,7 @@ class TestLanguage:
         assert {name.split(".")[0] for name in names} == {"adapters", "host"}
         assert all("lora_" in name for name in names if name.startswith("host"))
         lm, _ = recipe.language.load_lm(*tiny_lm(recipe))
-        model = mmattn.load(training.load_lora(lm, out / "lora"), out / "adapter")
+        model = mmattn.load(load_lora(lm, out / "lora"), out / "adapter")
         assert model.trainable_parameters()[0]
         with pytest.raises(AdapterFileError, match="has no pipeline_config.json"):
             mmattn.pipeline(out / "adapter")

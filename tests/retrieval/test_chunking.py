@@ -6,23 +6,9 @@ from typing import Any
 
 import pytest
 from hypothesis import given, strategies as st
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from mmattn.errors import ConfigError, ShapeError, TextError
 from mmattn.retrieval.corpus import chunk
-from tests.tiny_texts import tiny_tokenizer
-
-TOKENIZER = tiny_tokenizer()
-DOCUMENT = (
-    "Dr. Ash met J. Doe at 3.14 p.m. today.  He said: “No!” Then (he left.) Was it e.g. fine... ok? 好。是！\n \nAn end"
-)
-
-
-def spans(text: str, tokenizer: Any) -> list[tuple[int, int]]:
-    return tokenizer(text, return_offsets_mapping=True, add_special_tokens=False, split_special_tokens=True)[
-        "offset_mapping"
-    ]
 
 
 def test_words_by_hand() -> None:
@@ -40,12 +26,10 @@ def test_words_by_hand() -> None:
     texts=st.lists(st.text(alphabet=st.sampled_from("ab .!?\n\té🌼好。<s>"), max_size=60), max_size=3),
     size=st.integers(1, 7),
     overlap=st.integers(0, 6),
-    by=st.sampled_from(["words", "tokens"]),
 )
-def test_nothing_is_lost_and_everything_has_its_place(texts: list[str], size: int, overlap: int, by: str) -> None:
+def test_nothing_is_lost_and_everything_has_its_place(texts: list[str], size: int, overlap: int) -> None:
     overlap = min(overlap, size - 1)
-    tokenizer = TOKENIZER if by == "tokens" else None
-    found = chunk(texts, size, overlap, tokenizer=tokenizer, unique=False)
+    found = chunk(texts, size, overlap, unique=False)
     for number, document in enumerate(texts):
         own = [piece for piece in found if piece.source == number]
         covered: set[int] = set()
@@ -56,41 +40,6 @@ def test_nothing_is_lost_and_everything_has_its_place(texts: list[str], size: in
         assert all(one.start < two.start and one.end < two.end for one, two in zip(own, own[1:], strict=False))
         if not overlap:
             assert all(one.end <= two.start for one, two in zip(own, own[1:], strict=False))
-
-
-@pytest.mark.parametrize(("size", "overlap"), [(5, 0), (7, 3), (11, 10)])
-def test_sizes_are_counted_by_the_tokenizer(size: int, overlap: int) -> None:
-    document = "in spring the bluebell flowers in the woods" + " in the spring woods" * 3
-    places = spans(document, TOKENIZER)
-    found = chunk(document, size, overlap, tokenizer=TOKENIZER, unique=False)
-    assert len(found) > 3
-    inside = [[place for place in places if place[0] < piece.end and piece.start < place[1]] for piece in found]
-    assert {len(tokens) for tokens in inside[:-1]} == {size}
-    assert 0 < len(inside[-1]) <= size
-    assert {len(set(one) & set(two)) for one, two in zip(inside, inside[1:], strict=False)} == {overlap}
-
-
-def test_a_character_of_several_tokens_stays_whole() -> None:
-    flower = "🌼"
-    assert len(spans(flower, TOKENIZER)) == 4
-    found = chunk(flower * 3, size=5, tokenizer=TOKENIZER, unique=False)
-    assert [piece.text for piece in found] == [flower] * 3
-    assert [piece.text for piece in chunk(flower * 3, size=8, tokenizer=TOKENIZER)] == [flower * 2, flower]
-    assert [piece.text for piece in chunk(flower * 4, size=12, tokenizer=TOKENIZER)] == [flower * 3, flower]
-    assert [piece.text for piece in chunk(flower, size=3, tokenizer=TOKENIZER)] == [flower]
-
-
-def test_special_tokens_in_a_document_count_as_letters() -> None:
-    assert [piece.text for piece in chunk("<s>a", size=1, tokenizer=TOKENIZER)] == ["<", "s", ">", "a"]
-
-
-def test_blanks_that_a_tokenizer_counts_to_its_tokens_are_left_out() -> None:
-    raw = Tokenizer(models.WordLevel({"▁the": 0, "▁woods": 1, "?": 2}, unk_token="?"))
-    raw.pre_tokenizer = pre_tokenizers.Metaspace()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="?")
-    assert spans("the woods", tokenizer) == [(0, 3), (3, 9)]
-    found = chunk("the woods", size=1, tokenizer=tokenizer)
-    assert [(piece.text, piece.start, piece.end) for piece in found] == [("the", 0, 3), ("woods", 4, 9)]
 
 
 def test_sources_and_doubles() -> None:
@@ -109,7 +58,6 @@ def test_sources_and_doubles() -> None:
         ({"size": 2.0}, ConfigError, "size must be an int"),
         ({"size": 3, "overlap": -1}, ConfigError, "overlap must be at least 0"),
         ({"size": 3, "overlap": 3}, ConfigError, "overlap must be below size.*got 3 of 3"),
-        ({"size": 3, "tokenizer": str.split}, ConfigError, "must be a fast one"),
         ({"size": 3, "sources": ["a", "b"]}, ShapeError, "one entry per text, 1; got 2"),
     ],
 )

@@ -96,10 +96,9 @@ def captioning_pipe(folder: Path) -> Any:
     settings = mmattn.GatedAdapter(memory_dim=encoder.dim, layers=(0, 2), num_heads=2, head_dim=8)
     model = tiny.open_gates(mmattn.attach(host, settings))
     model.save_adapter(folder, encoder=encoder.fingerprint)
-    fingerprint = pipelines.tokenizer_fingerprint(tokenizer)
     pipelines.PipelineConfig(
         task="image-to-text",
-        host=pipelines.ModelReference(name="assets/lm", tokenizer_fingerprint=fingerprint),
+        host=pipelines.ModelReference.of("assets/lm", tokenizer),
         encoder=pipelines.EncoderReference(name="assets/clip"),
         prompt="A photo of",
         generation={"max_new_tokens": 9},

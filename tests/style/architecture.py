@@ -47,13 +47,13 @@ BUDGETS = {
     "adapters": 6_690,  # goal 5,600
     "hosts": 8_180,  # goal 7,000
     "kv_store": 1_610,
-    "encoders": 3_210,  # goal 2,700
-    "retrieval": 3_960,  # goal 3,400
+    "encoders": 3_190,  # goal 2,700
+    "retrieval": 3_910,  # goal 3,400
     "models": 760,  # goal 700
     "data": 1_530,  # goal 1,500
-    "training": 2_370,  # goal 1,700
+    "training": 2_360,  # goal 1,700
     "inspect": 2_380,  # goal 2,100
-    "pipelines": 1_960,  # goal 2,000
+    "pipelines": 1_940,  # goal 2,000
     "serving": 2_170,  # goal 2,000
     "evaluation": 200,
     "storage": 900,

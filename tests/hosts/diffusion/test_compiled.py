@@ -66,14 +66,9 @@ GIVEN = {
 }
 
 
-@pytest.mark.parametrize(
-    ("family", "given"),
-    [
-        pytest.param(family, given, marks=() if (family, given) == (CROSS, "Memory") else pytest.mark.slow)
-        for family in (UNET, CROSS, JOINT, PACKED)
-        for given in GIVEN
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [UNET, CROSS, JOINT, PACKED])
+@pytest.mark.parametrize("given", GIVEN)
 def test_one_graph_for_each_memory_and_timestep(dynamo, family, given):
     """Invariant 211: in a block and by keyword, equal to the host as it is; without a memory it is the host's own."""
     model, inputs = make(family)
@@ -124,7 +119,6 @@ def test_a_schedule_and_both_halves_of_guidance(dynamo):
     assert_close(got[:ROWS], model(**first)[0])
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 @torch.no_grad()
 def test_a_compiled_host_in_several_tasks(dynamo):

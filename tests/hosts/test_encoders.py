@@ -177,6 +177,16 @@ def test_the_part_that_is_named_sees_the_memory(where: str, tmp_path: Any) -> No
         mmattn.load(tiny.make("llama"), tmp_path)
 
 
+@pytest.mark.parametrize("position", ["after", "before"])
+def test_the_decoder_is_the_default(position: str) -> None:
+    """Invariant 93: without `where` no block is in the encoder."""
+    model = tiny_model("t5", AutoModelForSeq2SeqLM)
+    sites = (
+        mmattn.attach(model, mmattn.GatedAdapter(memory_dim=13, every=1, position=position)).adapter("default").sites
+    )
+    assert {site.part for site in sites} == {"decoder"}
+
+
 def test_both_parts_with_a_memory_of_their_own() -> None:
     model = adapted()
     mmattn.attach(model, mmattn.GatedAdapter(**SETTINGS, where="encoder"), "sounds")

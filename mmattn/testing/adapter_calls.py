@@ -100,9 +100,8 @@ def check_edits_of_memory(case: Case) -> None:
     """A memory that is edited in place is read anew, in its block and prepared."""
     model = case.trained()
     edits = {"tokens": Tensor.neg_, "mask": lambda mask: mask[:, -1].logical_not_(), "scores": lambda one: one.mul_(-2)}
-    edits["segments"] = lambda one: one.add_(1)
     for name, edit in edits.items():
-        memory = each_tensor(case.slots(), Tensor.clone)
+        memory = case.slots()
         if getattr(memory, name) is None:
             continue
         prepared = model.prepare(memory)

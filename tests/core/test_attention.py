@@ -35,6 +35,24 @@ from tests.reference import (
 HEADS = [(5, 5), (6, 2), (3, 1)]
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("h,g", HEADS)
+def test_gradcheck(h, g, backend):
+    """Invariant 4: numeric gradients agree in float64 with a row and a query that see nothing."""
+    q, k, v = make(torch.float64, h, g, l=3, m=4, k=3, v=2)
+    mask = torch.tensor([[True, False, True, True], [False] * 4])
+    rule = torch.tensor([[False] * 4, [True, True, False, False], [True] * 4])
+    bias = torch.randn(B, h, 3, 4, dtype=torch.float64, requires_grad=True)
+    for settings_ in ({}, {"mask": mask}, {"mask": mask, "attention_mask": rule}):
+        assert torch.autograd.gradcheck(
+            lambda q, k, v, bias, rules=settings_: attend(q, k, v, bias=bias, backend=backend, **rules),
+            (q, k, v, bias),
+            eps=1e-6,
+            atol=1e-8,
+            rtol=1e-6,
+        )
+
+
 @pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
 @pytest.mark.parametrize("h,g", HEADS)
 @pytest.mark.parametrize("size", [1.0, 4.0])

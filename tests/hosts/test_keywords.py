@@ -34,7 +34,7 @@ from mmattn.errors import AttachError, ConditionError, ConfigError, MmattnError,
 from mmattn.training import AdapterTrainer
 from tests import tiny, tiny_unets
 from tests.families.building import tiny_model
-from tests.tiny import FAMILIES
+from tests.tiny import DISTINCT, FAMILIES
 
 # peft 0.21 asks transformers 5.23 by the old name.
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
@@ -45,6 +45,23 @@ ROWS = 3
 BERT = BertConfig(
     vocab_size=tiny.VOCAB, hidden_size=32, intermediate_size=53, num_hidden_layers=2, num_attention_heads=4
 )
+#: What ordinary code sends, and hosts that take any keyword drop or read in their loss.
+SENT = {
+    "shift_labels": tiny.text(ROWS, seed=1),
+    "ignore_index": 7,
+    "num_items_in_batch": torch.tensor(3),
+    "return_loss": True,
+    "token_type_ids": torch.zeros(ROWS, 7, dtype=torch.long),
+    "cache_position": torch.arange(7),
+    "vision_feature_layers": -1,
+    "image_sizes": None,
+    "image_grid_thw": None,
+    "mems": None,
+    "past_key_values": None,
+    "cache_params": None,
+    "head_mask": None,
+    "foo": 1,
+}
 NEAR = {"memroy": "memory", "memmory": "memory", "memories": "memory", "adaptor_scale": "adapter_scale"}
 NEAR |= {"adapter_scales": "adapter_scale", "image": "images", "arived": "arrived", "windows": "window"}
 
@@ -71,6 +88,28 @@ def test_every_keyword_of_a_family_passes_and_a_near_miss_of_ours_does_not(famil
         for given in (model.condition, model.prepare):
             with pytest.raises(TypeError, match=name), contextlib.ExitStack() as stack:
                 stack.enter_context(given(memory, **{name: None}))
+
+
+@pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")
+@pytest.mark.parametrize("family", DISTINCT)
+@torch.no_grad()
+def test_what_the_bare_host_takes_is_taken_with_a_memory(family):
+    """Invariant 122: fresh, with the answer of the bare host; the loss reads what it read."""
+    lm, ids, memory = tiny.make(family), tiny.text(ROWS), tiny.memory(ROWS)
+    bare = {}
+    for name, value in SENT.items():
+        with contextlib.suppress(TypeError):
+            bare[name] = lm(ids, labels=ids, **{name: value})
+    model = tiny.attach(lm, opened=False)
+    for name, want in bare.items():
+        for got in (
+            model(ids, labels=ids, **{name: SENT[name]}),
+            model(ids, labels=ids, memory=memory, **{name: SENT[name]}),
+        ):
+            assert torch.equal(got.logits, want.logits) and torch.equal(got.loss, want.loss), name
+        with model.condition(memory):
+            assert torch.equal(lm(ids, labels=ids, **{name: SENT[name]}).loss, want.loss), name
+    assert set(bare) == set(SENT) or family == "mamba" or "kwargs" not in inspect.signature(lm.forward).parameters
 
 
 GATED = mmattn.GatedAdapter(tiny.MEMORY_DIM, layers=(0, 2))

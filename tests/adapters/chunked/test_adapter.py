@@ -166,6 +166,34 @@ def test_a_text_in_two_pieces_is_the_text(family, cut):
         s.model(s.ids[:, cut:], memory=Library(), **tiny.going_on(first.past_key_values))
 
 
+def test_a_prepared_memory_is_never_stale():
+    model, ids, memory = attach(tiny.make("llama")), tiny.text(ROWS, LENGTH), neighbours()
+    prepared = model.prepare(memory)
+    outputs = []
+
+    def check():
+        with torch.no_grad():
+            got = model(ids, memory=prepared).logits
+            fresh = mmattn.Memory(memory.tokens.clone(), segments=memory.segments.clone())
+            assert torch.equal(got, model(ids, memory=fresh).logits)
+        assert all(not torch.equal(got, before) for before in outputs)
+        outputs.append(got)
+
+    check()
+    memory.tokens.mul_(-1.5)
+    check()
+    memory.segments.copy_((memory.segments + 1) % 3)
+    check()
+    model(ids, labels=ids, memory=prepared).loss.backward()
+    torch.optim.AdamW(model.adapters.parameters(), lr=0.1).step()
+    check()
+    with torch.no_grad(), model.condition(memory):
+        assert torch.equal(model.host(ids).logits, outputs[-1])
+        memory.segments.masked_fill_(memory.segments == 1, 5)
+        assert not torch.equal(model.host(ids).logits, outputs[-1])
+        assert torch.equal(model.host(ids).logits, model(ids, memory=memory).logits)
+
+
 @torch.no_grad()
 def test_a_prepared_function_is_asked_once():
     model, ids, library = attach(tiny.make("llama")), tiny.text(ROWS, LENGTH), Library()

@@ -15,7 +15,6 @@ from mmattn.adapters.composed.augmenting_model import retokenize
 from mmattn.errors import TextError
 from mmattn.inspect.doctor.questions import make_answer
 from mmattn.pipelines.generation import chat_ids, template_ids
-from mmattn.retrieval.corpus import chunk
 from mmattn.tokenization import ClipTokenizer, check_text, tokenize
 from tests import tiny
 
@@ -59,7 +58,7 @@ def test_the_tokenizers_own_ends_stand_around_the_text_only(tokenizer: PreTraine
         tokenize(tokenizer, "a", 1, add_special_tokens=True)
 
 
-WAYS = ("texts", "a template", "a conversation", "chunks", "a model that is asked", "two tokenizers")
+WAYS = ("texts", "a template", "a conversation", "a model that is asked", "two tokenizers")
 
 
 def _ways(tokenizer: Any) -> dict[str, Callable[[], object]]:
@@ -71,7 +70,6 @@ def _ways(tokenizer: Any) -> dict[str, Callable[[], object]]:
         "texts": lambda: tokenize(tokenizer, ["a </s> b", "the woods"], 5, add_special_tokens=True),
         "a template": lambda: template_ids(tokenizer, "<s>{question}</s>", {"{question}": "a </s> b"}),
         "a conversation": lambda: chat_ids(tokenizer, [{"role": "user", "content": "a </s> b"}]),
-        "chunks": lambda: chunk(["the woods in spring"], 5, tokenizer=tokenizer),
         "a model that is asked": lambda: make_answer(lm, tokenizer, 1, True)(["the woods"], [[]]),
         "two tokenizers": lambda: retokenize(ids, torch.ones_like(ids).bool(), tokenizer, tokenizer),
     }

@@ -188,7 +188,7 @@ def _moves(old: Entries, new: Entries) -> Tensor:
 
 @dataclass(frozen=True)
 class SearchedSlots(AttendableMemory):
-    """The entries of an index, of which each query attends to those that a search finds for it.
+    """The entries of an index; each query attends to those that a search finds for it.
 
     With a = q Wk the query of a head in the space of the entries M, its scores over all of them are a Mᵀ (Unlimiformer,
     arXiv 2305.01625, section 2.2).

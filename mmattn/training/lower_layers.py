@@ -12,14 +12,14 @@ import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from mmattn.adapters.host_models import device_of, embeddings_of, given_cache, text_config
+from mmattn.adapters.host_models import device_of, given_cache
 from mmattn.adapters.text_state import BOUNDARIES, PackedText, packed_text
 from mmattn.errors import AdapterFileError, ConditionError, ConfigError, MmattnError, check_int
 from mmattn.hosts.attach import adapted_model
@@ -28,7 +28,7 @@ from mmattn.hosts.context import Keywords, LayerOutput, Method, Positional, step
 from mmattn.hosts.host_state import HostState
 from mmattn.hosts.model import AdaptedModel, adapted
 from mmattn.hosts.peft import has_peft, inner_host
-from mmattn.hosts.probe import bare_forward, is_close
+from mmattn.hosts.probe import bare_forward, is_close, random_ids
 from mmattn.hosts.stored import shards, tensor_parallel_size
 from mmattn.storage.json_files import parse_errors
 from mmattn.storage.safetensors import read_tensors, write_tensors
@@ -45,7 +45,7 @@ class _Computed(Exception):
 
 
 #: The lower layers whose forward is skipped, with the hidden states (b, l, d) in their place; None to compute them.
-_SKIPPED: ContextVar[tuple[LowerLayers, Tensor | None] | None] = ContextVar("mmattn_lower_layers", default=None)
+_SKIPPED: ContextVar[tuple[LowerLayers | None, Tensor | None]] = ContextVar("mmattn_lower_layers", default=(None, None))
 
 
 @contextlib.contextmanager
@@ -77,52 +77,54 @@ class LowerLayers:
         self._state: HostState | None = None
 
     def installed(self) -> contextlib.AbstractContextManager[None]:
-        """Let forwards skip these layers inside the block; they are run unless `skip` says otherwise."""
+        """Let forwards skip these layers inside the block; they are run unless `starting_from` says otherwise."""
         lower = self.layers[: self.count]
         return wrapped_forwards(lower, lambda layer: partial(self._forward, lower.index(layer), layer.forward))
 
     @contextlib.contextmanager
-    def skipped_by(self, before: Callable[..., object]) -> Iterator[None]:
-        """Let a pre-hook of the base model `skip` these layers in forwards inside the block."""
+    def skipped_by(self, states_for: Callable[[Positional, dict[str, object]], Tensor | None]) -> Iterator[None]:
+        """Start forwards inside the block from the states for their arguments, or run all layers where these are None.
 
-        def skips_if_asked(*call: Any) -> object:
-            skipped = _SKIPPED.get()
-            if skipped is not None and skipped[0] is self and skipped[1] is None:
-                return None  # `states_of` is under way
-            self.run()  # torch runs no hooks after KeyboardInterrupt
-            return before(*call)
+        Args:
+            states_for: a function of the arguments of the base model, which may change those with a name.
+        """
 
-        skips = self.reader.register_forward_pre_hook(skips_if_asked, with_kwargs=True)
-        # Called after a failure, too.
-        runs = self.reader.register_forward_hook(self.run, always_call=True)
+        def wrap(reader: nn.Module) -> Method:
+            run = reader.forward
+
+            @wraps(run)  # with its signature
+            def forward(*args: Any, **kwargs: Any) -> Any:
+                states = None if _SKIPPED.get() == (self, None) else states_for(args, kwargs)
+                with contextlib.nullcontext() if states is None else self.starting_from(states):
+                    return run(*args, **kwargs)
+
+            return forward
+
+        with self.installed(), wrapped_forwards([self.reader], wrap):
+            yield
+
+    @contextlib.contextmanager
+    def starting_from(self, states: Tensor | None) -> Iterator[None]:
+        """Start forwards inside the block from hidden states (b, l, d) after these layers; with None, end them there."""
+        outer = _SKIPPED.set((self, states))
         try:
-            with self.installed(), skips, runs:
-                yield
+            yield
         finally:
-            self.run()
+            _SKIPPED.reset(outer)
 
     def _forward(
         self, number: int, forward: Callable[..., LayerOutput], *args: object, **kwargs: object
     ) -> LayerOutput:
-        skipped = _SKIPPED.get()
-        if skipped is None or skipped[0] is not self:
+        layers, states = _SKIPPED.get()
+        if layers is not self:
             return forward(*args, **kwargs)
-        if skipped[1] is not None:
+        if states is not None:
             outputs = self.outputs[number]
-            return skipped[1] if outputs is None else (skipped[1], *[None] * (outputs - 1))
+            return states if outputs is None else (states, *[None] * (outputs - 1))
         output = forward(*args, **kwargs)
         if number == self.count - 1:
             raise _Computed(_states_of(output))
         return output
-
-    def skip(self, states: Tensor) -> None:
-        """Start forwards from hidden states (b, l, d) after these layers, until `run`."""
-        _SKIPPED.set((self, states))
-
-    def run(self, *_: object) -> None:
-        """Run all layers again, after `skip`; also a hook of the base model."""
-        if (skipped := _SKIPPED.get()) is not None and skipped[0] is self and skipped[1] is not None:
-            _SKIPPED.set(None)
 
     @torch.no_grad()
     def compute(self, texts: Sequence[Tensor]) -> list[Tensor]:
@@ -136,13 +138,11 @@ class LowerLayers:
 
     def states_of(self, **kwargs: object) -> Tensor:
         """Return the hidden states (b, l, d) in a call of the base model; inside `installed`."""
-        outer = _SKIPPED.set((self, None))
         try:
-            self.reader(**kwargs)
+            with self.starting_from(None):
+                self.reader(**kwargs)
         except _Computed as computed:
             return computed.args[0]
-        finally:
-            _SKIPPED.reset(outer)
         raise ConditionError(f"layer {self.count - 1} of {type(self.model.host).__name__} was not run")
 
     def modules(self) -> dict[str, nn.Module]:
@@ -262,12 +262,11 @@ def _states_of(returned: LayerOutput) -> Tensor:
     return returned[0] if isinstance(returned, tuple) else returned
 
 
-def _texts(host: nn.Module, shift: int) -> tuple[Tensor, Tensor]:
-    """Return two texts of unequal length as ids (2, l) and attention mask."""
-    device, size = device_of(embeddings_of(host)), getattr(text_config(host), "vocab_size", 2)
-    place = torch.arange(2 * max(LENGTHS), device=device).view(2, -1)
-    mask = (place[:1] < torch.tensor(LENGTHS, device=device)[:, None]).long()
-    return (place * 7 + 5 + shift) % size * mask, mask
+def _texts(host: nn.Module, seed: int) -> tuple[Tensor, Tensor]:
+    """Return two random texts of unequal length as ids (2, l) and attention mask."""
+    ids = random_ids(host, len(LENGTHS), max(LENGTHS), torch.Generator().manual_seed(seed))
+    mask = torch.stack([torch.arange(max(LENGTHS), device=ids.device) < length for length in LENGTHS]).long()
+    return ids * mask, mask
 
 
 def _logits(host: nn.Module, ids: Tensor, mask: Tensor) -> Tensor:
@@ -275,12 +274,8 @@ def _logits(host: nn.Module, ids: Tensor, mask: Tensor) -> Tensor:
 
 
 def _logits_from(lower: LowerLayers, states: Tensor, ids: Tensor, mask: Tensor) -> Tensor:
-    lower.skip(states)
-    try:
-        with bare_forward(lower.model.host, lower.model.open_blocks):
-            return _logits(lower.model.host, ids, mask)
-    finally:
-        lower.run()
+    with lower.starting_from(states), bare_forward(lower.model.host, lower.model.open_blocks):
+        return _logits(lower.model.host, ids, mask)
 
 
 FORMAT = "mmattn-hidden-states"
@@ -300,10 +295,8 @@ class HiddenStateCache:
         self.lower, self.folder, self.batch_size = lower, folder, batch_size
         self.layers, self.found, self.computed = lower.count, 0, 0
 
-    def before(
-        self, reader: nn.Module, args: Positional, kwargs: dict[str, object]
-    ) -> tuple[Positional, dict[str, object]] | None:
-        """Let a forward start from cached hidden states: a pre-hook of the host's base model."""
+    def states_for(self, args: Positional, kwargs: dict[str, object]) -> Tensor | None:
+        """Return the cached hidden states for a forward of the host's base model; None if it runs all layers."""
         if torch.compiler.is_compiling():
             raise ConditionError(
                 "a compiled host cannot read cached hidden states: leave torch_compile or the cache out"
@@ -313,8 +306,8 @@ class HiddenStateCache:
             return None
         ids = inputs_of(args, kwargs)
         assert ids is not None
-        self.lower.skip(self._states(texts, ids))
-        return args, kwargs | {"use_cache": False}
+        kwargs["use_cache"] = False
+        return self._states(texts, ids)
 
     def _texts(self, args: Positional, kwargs: Keywords) -> PackedText | None:
         """Return where the texts of a forward are, or None if it goes on with a cache, or packs without a memory."""
@@ -474,5 +467,5 @@ def cached_hidden_states(
     """
     lower = lower_layers(model)
     cache = HiddenStateCache(lower, Path(folder), check_int("batch_size", batch_size))
-    with lower.skipped_by(cache.before):
+    with lower.skipped_by(cache.states_for):
         yield cache

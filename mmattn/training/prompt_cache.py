@@ -117,11 +117,11 @@ class PromptCache:
         last = self._arguments(chosen, slice(self.length, None), self.mask[chosen])
         return last | {cache_name(self.lower.reader): cache}
 
-    def before(self, reader: nn.Module, args: Positional, kwargs: Keywords) -> None:
-        """Let a call with a cache of these prompts start from their states: a pre-hook of the host's base model."""
-        cache = given_cache(kwargs)
+    def states_for(self, args: Positional, kwargs: Keywords) -> Tensor | None:
+        """Return the states from which a call with a cache of these prompts starts; None for other calls."""
+        cache, reader = given_cache(kwargs), self.lower.reader
         if cache is None or cache not in self._calls:
-            return
+            return None
         states = self._calls[cache]
         self._calls[cache] = None
         if states is None:
@@ -134,7 +134,7 @@ class PromptCache:
                 "the host is trained, or its weights, config, LoRA or autocast have changed since it read the "
                 "prompts: open cached_prompts after that"
             )
-        self.lower.skip(states)
+        return states
 
     @torch.no_grad()
     def check(self) -> None:
@@ -201,6 +201,6 @@ def cached_prompts(
         raise ConditionError(f"{type(lower.model.host).__name__} is trained, so no prompt can be cached: freeze it")
     with lower.installed():
         cache = PromptCache(lower, prompts, batch_size)
-    with lower.skipped_by(cache.before):
+    with lower.skipped_by(cache.states_for):
         cache.check()
         yield cache

@@ -6,6 +6,7 @@ import contextlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -15,7 +16,8 @@ from mmattn.adapters.host_models import call_by_name
 from mmattn.errors import ConditionError, ConfigError, ShapeError, check_float, check_int
 from mmattn.hosts.context import Arguments, Positional
 from mmattn.hosts.model import AdaptedModel
-from mmattn.inspect.doctor.checks import evaluating, twin
+from mmattn.hosts.probe import in_eval_mode
+from mmattn.inspect.doctor.checks import twin
 from mmattn.inspect.trace import Picture, Trace
 from mmattn.memory import Memory
 
@@ -65,27 +67,21 @@ def record(model: Attends) -> Iterator[RecordedWeights]:
     {('default', 1): [torch.Size([1, 3, 3, 11])], ('default', 3): [torch.Size([1, 3, 3, 11])]}
     """
     weights, block = RecordedWeights(), object()
-    with contextlib.ExitStack() as hooks:
-        for key, attention in model.attentions().items():
-            hooks.enter_context(attention.register_forward_hook(_Recorder(weights, key, block), with_kwargs=True))
-        hooks.callback(_blocks.reset, _blocks.set((*_blocks.get(), block)))
-        yield weights
 
-
-class _Recorder:
-    """A forward hook of one attention module."""
-
-    def __init__(self, weights: RecordedWeights, key: tuple[str, int], block: object) -> None:
-        self.weights, self.key, self.block = weights, key, block
-
-    def __call__(self, attention: nn.Module, args: Positional, kwargs: Arguments, *output: object) -> None:
+    def note(key: tuple[str, int], attention: nn.Module, args: Positional, kwargs: Arguments, *output: object) -> None:
         # torch registers a hook in two steps: a call by another thread in between may come without kwargs.
-        if self.block not in _blocks.get():
+        if block not in _blocks.get():
             return
         # A dropout of its own must not change the random numbers of the model.
         with torch.no_grad(), torch.random.fork_rng():
-            _, weights = attention.forward(*args, **{**kwargs, "return_weights": True})
-        self.weights.setdefault(self.key, []).append(weights.cpu())
+            _, shares = attention.forward(*args, **{**kwargs, "return_weights": True})
+        weights.setdefault(key, []).append(shares.cpu())
+
+    with contextlib.ExitStack() as hooks:
+        for key, attention in model.attentions().items():
+            hooks.enter_context(attention.register_forward_hook(partial(note, key), with_kwargs=True))
+        hooks.callback(_blocks.reset, _blocks.set((*_blocks.get(), block)))
+        yield weights
 
 
 class AdapterMetrics:
@@ -241,7 +237,7 @@ def attribute(
     row, texts = _text(torch.as_tensor(ids, device=memory.device), words, memory, start)
     names, owner = named_sources(memory, sources, grid)
     model = twin(model)  # hooks and modes would change calls of other threads
-    with evaluating(model):
+    with in_eval_mode(model), torch.no_grad():
         with record(model) as recorded:
             probability = _probability(model, row, memory, name, start)[0]
         weights = {layer: calls[0] for (adapter_name, layer), calls in recorded.items() if adapter_name == name}

@@ -221,10 +221,6 @@ class Engine:
         add_samplers(self.manager)
         self.manager.memories.share_prompts()
 
-    def start(self) -> None:
-        """Start to answer."""
-        self.manager.start()
-
     async def stop(self) -> None:
         """Finish the requests that were taken, then end."""
         await self._idle.wait()
@@ -233,10 +229,6 @@ class Engine:
     def healthy(self) -> bool:
         """Return True while requests are answered."""
         return bool(self.manager.is_running())
-
-    def nbytes(self) -> int:
-        """Return the bytes of keys and values of the memories in use."""
-        return int(self.manager.memories.nbytes())
 
     def enter(self, answers: int = 1) -> None:
         """Accept a request for so many answers; `leave` must follow. 429 at the limit."""

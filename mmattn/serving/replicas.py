@@ -15,7 +15,7 @@ from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mmattn.errors import ConfigError, check_int, import_extra
-from mmattn.serving.engine import Engine, Limits
+from mmattn.serving.engine import Limits
 from mmattn.serving.middleware import as_error
 
 #: Of the application in Ray Serve.
@@ -34,7 +34,7 @@ LOCAL = {
 
 
 def serve_replicas(
-    build: Callable[[], tuple[Engine, FastAPI]],
+    build: Callable[[], FastAPI],
     limits: Limits,
     address: dict[str, Any],
     least: int,
@@ -43,7 +43,7 @@ def serve_replicas(
 ) -> None:
     """Serve replicas on the cluster of `RAY_ADDRESS`, or a local one, until Ctrl-C or SIGTERM; then finish what runs.
 
-    `build` makes the engine and the application of a replica, in its process. With `gpu` replicas need a GPU, which
+    `build` makes the application of a replica, in its process. With `gpu` replicas need a GPU, which
     several share where there are fewer.
     """
     check_int("max_replicas", most, at_least=least)
@@ -98,13 +98,8 @@ def _share(total: float, replicas: int) -> float:
     return total // replicas or (1 / -(-replicas // total) if total else 0)
 
 
-def _replica(serve: Any, build: Callable[[], tuple[Engine, FastAPI]]) -> Any:
-    def build_app() -> FastAPI:
-        engine, app = build()
-        app.state.engine = engine
-        return app
-
-    @serve.ingress(build_app)
+def _replica(serve: Any, build: Callable[[], FastAPI]) -> Any:
+    @serve.ingress(build)
     class Replica:
         def check_health(self) -> None:
             if not self.app.state.engine.healthy():  # type: ignore[attr-defined]

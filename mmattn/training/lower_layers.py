@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from mmattn.adapters.host_models import device_of, given_cache
 from mmattn.adapters.text_state import BOUNDARIES, PackedText, packed_text
@@ -105,7 +106,7 @@ class LowerLayers:
 
     @contextlib.contextmanager
     def starting_from(self, states: Tensor | None) -> Iterator[None]:
-        """Start forwards inside the block from hidden states (b, l, d) after these layers; with None, end them there."""
+        """Start forwards inside the block from hidden states (b, l, d) after these layers; for None, end them there."""
         outer = _SKIPPED.set((self, states))
         try:
             yield
@@ -129,9 +130,7 @@ class LowerLayers:
     @torch.no_grad()
     def compute(self, texts: Sequence[Tensor]) -> list[Tensor]:
         """Return the hidden states (l, d) of texts, ids (l,) each, in evaluation mode; inside `installed`."""
-        ids = nn.utils.rnn.pad_sequence(list(texts), batch_first=True)
-        lengths = torch.tensor([len(text) for text in texts], device=ids.device)
-        mask = (torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]).long()
+        ids, mask = (pad_sequence(rows, True) for rows in (list(texts), list(map(torch.ones_like, texts))))
         with bare_forward(self.model.host, self.model.open_blocks):
             together = self.states_of(input_ids=ids, attention_mask=mask, use_cache=False)
         return [states[: len(text)] for states, text in zip(together, texts, strict=True)]
@@ -265,7 +264,7 @@ def _states_of(returned: LayerOutput) -> Tensor:
 def _texts(host: nn.Module, seed: int) -> tuple[Tensor, Tensor]:
     """Return two random texts of unequal length as ids (2, l) and attention mask."""
     ids = random_ids(host, len(LENGTHS), max(LENGTHS), torch.Generator().manual_seed(seed))
-    mask = torch.stack([torch.arange(max(LENGTHS), device=ids.device) < length for length in LENGTHS]).long()
+    mask = pad_sequence([ids.new_ones(length) for length in LENGTHS], True)
     return ids * mask, mask
 
 

@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from mmattn.adapters.host_models import cache_name, check_ids, device_of, given_cache
 from mmattn.errors import ConditionError, ShapeError, TextError, check_int
@@ -38,12 +39,10 @@ class PromptCache:
             check_ids("a prompt", text, self.host)
         number = {text: row for row, text in enumerate(texts)}
         self.length = max(map(len, texts)) - 1
-        ids = torch.zeros(len(texts), self.length + 1, dtype=torch.long)
-        mask = torch.zeros_like(ids)
-        for row, text in enumerate(texts):
-            ids[row, -len(text) :], mask[row, -len(text) :] = torch.tensor(text), 1
         device = device_of(lower.reader)
-        self.ids, self.mask = ids.to(device), mask.to(device)
+        rows = [torch.tensor(text, device=device) for text in texts]
+        self.ids = pad_sequence(rows, True, 0, "left")
+        self.mask = pad_sequence(list(map(torch.ones_like, rows)), True, 0, "left")
         self._rows = torch.tensor([number[tuple(prompt)] for prompt in prompts], device=device)
         self._state = HostState(self.host)
         #: By cache of a call the states from which it starts; None once it has run.

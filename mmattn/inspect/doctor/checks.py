@@ -22,7 +22,6 @@ from mmattn.adapters.composed import AugmentedPrompt
 from mmattn.errors import NonFiniteError
 from mmattn.hosts.context import Arguments, Keywords, Positional, is_reading_memory
 from mmattn.hosts.model import AdaptedModel
-from mmattn.hosts.probe import in_eval_mode
 from mmattn.memory import Memory
 
 Verdict = tuple[bool | None, str]
@@ -92,7 +91,7 @@ def padding(trial: Trial) -> Verdict:
 
 def future(trial: Trial) -> Verdict:
     """Check that no token attends to slots of later tokens."""
-    first = trial.first_tokens()
+    first = trial.adapter.first_tokens(trial.slots, trial.batch)
     if first is None:
         return None, "not checked: every token may attend to every slot"
     first = torch.where(trial.slots.real_slots().cpu(), first, -1)
@@ -344,10 +343,6 @@ class Trial:
         other, bare = (self.states_at_layers(memory, inputs)[1] for memory in (shuffled(self.memory), None))
         return {index: (full[index], other[index], bare[index]) for index in full}
 
-    def first_tokens(self) -> Tensor | None:
-        """Return the first token that may attend to each slot (b, m), the text's length for none; None for all."""
-        return self.adapter.first_tokens(self.slots, self.batch)
-
 
 def apart(output: Tensor, expected: Tensor) -> Tensor:
     """Return the largest difference in each row (b,), relative to the largest number expected; infinite for NaN.
@@ -359,13 +354,6 @@ def apart(output: Tensor, expected: Tensor) -> Tensor:
     far = (output - expected).abs().masked_fill(same, 0).nan_to_num(torch.inf, torch.inf)
     size = expected.masked_fill(~expected.isfinite(), 0).abs().max().clamp(min=torch.finfo(expected.dtype).tiny)
     return far.flatten(1).amax(1) / size
-
-
-@contextlib.contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put a model into evaluation mode inside the block, without gradients."""
-    with in_eval_mode(model), torch.no_grad():
-        yield
 
 
 def twin(model: AdaptedModel) -> AdaptedModel:

@@ -21,7 +21,8 @@ from mmattn.errors import AdapterFileError, ConditionError, ConfigError, NonFini
 from mmattn.hosts import host_kinds, load
 from mmattn.hosts.context import Arguments, Call, Keywords
 from mmattn.hosts.model import AdaptedModel
-from mmattn.inspect.doctor.checks import CHECKS, OF_SLOTS, RowMemory, Trial, evaluating, openings
+from mmattn.hosts.probe import in_eval_mode
+from mmattn.inspect.doctor.checks import CHECKS, OF_SLOTS, RowMemory, Trial, openings
 from mmattn.inspect.doctor.looking import examine
 from mmattn.inspect.doctor.questions import make_answer, read_items
 from mmattn.inspect.doctor.report import Report
@@ -79,7 +80,7 @@ def doctor(
     _check_batch(data)
     batch: Keywords = data  # type: ignore[assignment]
     report = Report()
-    with evaluating(model):
+    with in_eval_mode(model), torch.no_grad():
         memories = memories_of(model, batch)
         for name, memory in memories.items():
             trial = Trial(model, name, batch, memory)

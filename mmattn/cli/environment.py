@@ -51,11 +51,6 @@ def version(distribution: str) -> str | None:
         return None
 
 
-def extras() -> dict[str, dict[str, str | None]]:
-    """Return for each extra its distributions and their versions; None where one is missing."""
-    return {extra: {name: version(name) for name in modules.values()} for extra, modules in EXTRAS.items()}
-
-
 def missing_extra(module: str | None) -> Exception | None:
     """Return the MissingExtraError that names the extra of a missing module; None where no extra brings it.
 
@@ -111,11 +106,12 @@ def describe() -> str:
     rows = {**hardware(), **{name: version(name) or "missing" for name in NEEDED}}
     lines += [f"  {name:<16} {value}" for name, value in rows.items()]
     lines.append("extras")
-    for extra, names in extras().items():
+    extras = {extra: {name: version(name) for name in modules.values()} for extra, modules in EXTRAS.items()}
+    for extra, names in extras.items():
         state = "installed" if None not in names.values() else "absent" if not any(names.values()) else "incomplete"
         parts = ", ".join(f"{name} {number or '(missing)'}" for name, number in names.items())
         lines.append(f"  {extra:<11} {state:<10}  {parts}")
-    missing = [extra for extra, names in extras().items() if extra not in BEYOND_ALL and None in names.values()]
+    missing = [extra for extra, names in extras.items() if extra not in BEYOND_ALL and None in names.values()]
     if missing:
         lines.append(f"not complete: pip install 'mmattn[{','.join(missing)}]'")
     return "\n".join(lines)

@@ -17,7 +17,7 @@ from mmattn.errors import ConditionError, ConfigError, ShapeError, check_float, 
 from mmattn.hosts.context import Arguments, Positional
 from mmattn.hosts.model import AdaptedModel
 from mmattn.hosts.probe import in_eval_mode
-from mmattn.inspect.doctor.checks import twin
+from mmattn.inspect.doctor.checks import emptied, twin
 from mmattn.inspect.trace import Picture, Trace
 from mmattn.memory import Memory
 
@@ -245,7 +245,8 @@ def attribute(
         with model.disable_adapter():
             without = _probability(model, row, None, name, start)[0]
         parts = torch.arange(len(names)).split(batch)
-        dropped = [_probability(model, row, _without(memory, owner, part), name, start) for part in parts]
+        memories = (emptied(memory.expand(len(part)), owner == part[:, None]) for part in parts)
+        dropped = [_probability(model, row, one, name, start) for one in memories]
     # From slots to sources: (m, s).
     belongs = (owner[:, None] == torch.arange(len(names))).float()
     by_layer = {layer: recorded[0].float() @ belongs for layer, recorded in sorted(weights.items())}
@@ -288,13 +289,6 @@ def _check_slots(weights: dict[int, Tensor], name: str, length: int, slots: int)
                 f"the adapter {name!r} attends to {vectors} vectors in rows of {tokens} at layer {layer}, "
                 f"not to the {slots} slots it is given (a resampler, chunks): these vectors have no names"
             )
-
-
-def _without(memory: Memory, owner: Tensor, sources: Tensor) -> Memory:
-    """Return a memory with a row for each of these sources, in which the slots of that source are masked."""
-    many = memory.expand(len(sources))
-    masked = (owner == sources[:, None]).to(memory.device)
-    return Memory(many.tokens, many.real_slots() & ~masked, many.segments, many.scores, check_finite=False)
 
 
 def _probability(model: AdaptedModel, row: Tensor, memory: Memory | None, name: str, start: int) -> Tensor:

@@ -73,8 +73,8 @@ class LowerLayers:
         host: PreTrainedModel = inner_host(model.host)
         # OPT calls the decoder inside its base model.
         self.reader: PreTrainedModel = host.get_decoder() or host.base_model
-        #: Number of outputs of each layer, None for a tensor.
-        self.outputs: list[int | None] = []
+        #: Number of outputs of each of them, None for a tensor.
+        self.outputs: dict[int, int | None] = {}
         self._state: HostState | None = None
 
     def installed(self) -> contextlib.AbstractContextManager[None]:
@@ -123,8 +123,9 @@ class LowerLayers:
             outputs = self.outputs[number]
             return states if outputs is None else (states, *[None] * (outputs - 1))
         output = forward(*args, **kwargs)
+        self.outputs[number] = len(output) if isinstance(output, tuple) else None
         if number == self.count - 1:
-            raise _Computed(_states_of(output))
+            raise _Computed(output[0] if isinstance(output, tuple) else output)
         return output
 
     @torch.no_grad()
@@ -183,16 +184,23 @@ def lower_layers(model: nn.Module) -> LowerLayers:
         )
     lower, (ids, mask) = _frozen_layers(model), _texts(model.host, 0)
     name, count = type(model.host).__name__, lower.count
-    whole, states = _record(lower, ids, mask)
+    with torch.no_grad(), bare_forward(model.host, model.open_blocks), lower.installed():
+        whole = _logits(model.host, ids, mask)
+        states = lower.states_of(input_ids=ids, attention_mask=mask, use_cache=False)
+    if not isinstance(states, Tensor) or states.shape[:-1] != ids.shape:
+        raise ConditionError(
+            f"layer {count - 1} of {name} returns no hidden states (b, l, d), so these cannot be cached"
+        )
     try:
-        with lower.installed(), torch.no_grad():
-            with bare_forward(model.host, model.open_blocks):
-                _logits(model.host, *_texts(model.host, 1))  # so that states of the last text cannot help
-            again = _logits_from(lower, states, ids, mask)
+        with torch.no_grad(), bare_forward(model.host, model.open_blocks), lower.installed():
+            _logits(model.host, *_texts(model.host, 1))  # so that states of the last text cannot help
             alone = torch.zeros_like(states)
             for row, length in enumerate(LENGTHS):
                 alone[row, :length] = lower.compute([ids[row, :length]])[0]
-            near = _logits_from(lower, alone, ids, mask)
+            with lower.starting_from(states):
+                again = _logits(model.host, ids, mask)
+            with lower.starting_from(alone):
+                near = _logits(model.host, ids, mask)
     except MmattnError:
         raise
     except Exception as error:
@@ -232,35 +240,6 @@ def _frozen_layers(model: AdaptedModel) -> LowerLayers:
     return lower
 
 
-def _record(lower: LowerLayers, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the logits of texts and the hidden states (b, l, d) after the lower layers."""
-    model, name = lower.model, type(lower.model.host).__name__
-    called: list[nn.Module] = []
-    last: list[Tensor] = []
-
-    def note(layer: nn.Module, args: object, output: LayerOutput) -> None:
-        called.append(layer)
-        lower.outputs.append(len(output) if isinstance(output, tuple) else None)
-        if len(called) == lower.count:
-            last.append(_states_of(output))
-
-    with contextlib.ExitStack() as hooks, bare_forward(model.host, model.open_blocks), torch.no_grad():
-        for layer in lower.layers:
-            hooks.enter_context(layer.register_forward_hook(note, prepend=True))
-        whole = _logits(model.host, ids, mask)
-    states = last[0] if called == lower.layers else None
-    if not isinstance(states, Tensor) or states.dim() != 3 or states.shape[:2] != ids.shape:
-        raise ConditionError(
-            f"the layers of {name} are not run once each, one after the other, on hidden states (b, l, d), so these "
-            "cannot be cached"
-        )
-    return whole, states
-
-
-def _states_of(returned: LayerOutput) -> Tensor:
-    return returned[0] if isinstance(returned, tuple) else returned
-
-
 def _texts(host: nn.Module, seed: int) -> tuple[Tensor, Tensor]:
     """Return two random texts of unequal length as ids (2, l) and attention mask."""
     ids = random_ids(host, len(LENGTHS), max(LENGTHS), torch.Generator().manual_seed(seed))
@@ -270,11 +249,6 @@ def _texts(host: nn.Module, seed: int) -> tuple[Tensor, Tensor]:
 
 def _logits(host: nn.Module, ids: Tensor, mask: Tensor) -> Tensor:
     return host(input_ids=ids, attention_mask=mask, use_cache=False).logits
-
-
-def _logits_from(lower: LowerLayers, states: Tensor, ids: Tensor, mask: Tensor) -> Tensor:
-    with lower.starting_from(states), bare_forward(lower.model.host, lower.model.open_blocks):
-        return _logits(lower.model.host, ids, mask)
 
 
 FORMAT = "mmattn-hidden-states"

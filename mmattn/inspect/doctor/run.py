@@ -77,9 +77,7 @@ def doctor(
         items = read_items(data, check_int("max_questions", max_questions))
         with counted(None, "answers", progress) as advance:
             return examine(make_answer(model, processor, batch_size, batched), items, batch_size, advance)
-    _check_batch(data)
-    batch: Keywords = data  # type: ignore[assignment]
-    report = Report()
+    batch, report = _checked_batch(data), Report()
     with in_eval_mode(model), torch.no_grad():
         memories = memories_of(model, batch)
         for name, memory in memories.items():
@@ -176,7 +174,7 @@ def memories_of(model: AdaptedModel, batch: Keywords) -> dict[str, RowMemory]:
     return memories
 
 
-def _check_batch(batch: object) -> None:
+def _checked_batch(batch: object) -> Keywords:
     if not isinstance(batch, Mapping) or batch.get("memory") is None:
         kind = list(batch) if isinstance(batch, Mapping) else type(batch).__name__
         raise ConfigError(
@@ -184,6 +182,7 @@ def _check_batch(batch: object) -> None:
         )
     if given_cache(batch) is not None:
         raise ConditionError("doctor calls the model many times, which would fill its cache: give the whole text")
+    return batch
 
 
 def random_batch(model: AdaptedModel, name: str = "default") -> Arguments:

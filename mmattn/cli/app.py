@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from mmattn.cli import encode, inspect, pipelines, recipes
-from mmattn.errors import MmattnError
+from mmattn.errors import MissingExtraError, MmattnError, import_extra
 from mmattn.progress import recorded_interrupts
 
 # Optional imports of transformers, peft and diffusers warn of things that a user of a command cannot change.
@@ -93,9 +93,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 raise SystemExit(130) from error
             if isinstance(error, ModuleNotFoundError) and not debug:
                 # Recipes import what they need as any program does; the package names the extra itself.
-                from mmattn.cli.environment import missing_extra
+                from mmattn.cli.environment import MODULES
 
-                error = missing_extra(error.name) or error
+                module = (error.name or "").partition(".")[0]
+                if module in MODULES:
+                    try:
+                        import_extra(module, MODULES[module])
+                    except MissingExtraError as missing:
+                        error = missing
             if debug or not isinstance(error, (MmattnError, OSError)):
                 raise
             typer.echo(f"mmattn: {error}", err=True)

@@ -51,23 +51,6 @@ def version(distribution: str) -> str | None:
         return None
 
 
-def missing_extra(module: str | None) -> Exception | None:
-    """Return the MissingExtraError that names the extra of a missing module; None where no extra brings it.
-
-    >>> print(missing_extra("PIL.Image"))
-    PIL is needed here and is not installed; install it with: pip install 'mmattn[vision]'
-    """
-    from mmattn.errors import MissingExtraError
-
-    top = (module or "").partition(".")[0]
-    if top not in MODULES:
-        return None
-    extra = MODULES[top]
-    return MissingExtraError(
-        f"{top} is needed here and is not installed; install it with: pip install 'mmattn[{extra}]'"
-    )
-
-
 def check_extras(what: str, *names: str) -> None:
     """Check that everything of some extras is installed, before work begins that needs it at its end."""
     from mmattn.errors import MissingExtraError

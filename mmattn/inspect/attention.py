@@ -316,26 +316,15 @@ def named_sources(
         slots = memory.sources[0] if memory.sources else [f"slot {slot}" for slot in range(memory.length)]
     if len(slots) != memory.length:
         raise ShapeError(f"sources must name each of {memory.length} slots, got {len(slots)}")
-    return _group(slots, memory.real_slots()[0].tolist())
-
-
-def _group(slots: Sequence[object], real: Sequence[bool]) -> tuple[list[str], Tensor]:
-    """Gather the slots of each source: the slots of one passage are one source, although each names its slot."""
-    numbers: dict[str, int] = {}
-    labels: list[str] = []
-    owner = torch.full((len(slots),), -1)
-    for slot, source in enumerate(slots):
-        if source is None or not real[slot]:
-            continue
-        whole = {key: value for key, value in source.items() if key != "slot"} if isinstance(source, dict) else source
-        key = json.dumps(whole, sort_keys=True)
-        if key not in numbers:
-            numbers[key] = len(labels)
-            labels.append(slot_name(whole))
-        owner[slot] = numbers[key]
-    if not labels:
+    # The slots of one passage are one source, although each names its slot.
+    wholes = [{k: v for k, v in one.items() if k != "slot"} if isinstance(one, dict) else one for one in slots]
+    real = memory.real_slots()[0].tolist()
+    keys = [json.dumps(one, sort_keys=True) if real[n] and one is not None else None for n, one in enumerate(wholes)]
+    named = {key: slot_name(one) for key, one in zip(keys, wholes, strict=True) if key is not None}
+    if not named:
         raise ConfigError("no visible slot of this memory has a source to explain: give sources=")
-    return labels, owner
+    numbers = {key: number for number, key in enumerate(named)}
+    return list(named.values()), torch.tensor([-1 if key is None else numbers[key] for key in keys])
 
 
 def media_names(memory: Memory, every: float | None = None, *, row: int = 0) -> list[str | None]:

@@ -100,7 +100,8 @@ def check_slots_twice(case: Case) -> None:
 
 def _same_with_slots(case: Case, memory: Memory, index: Tensor, what: str) -> None:
     model, parts = case.trained(), (memory.mask, memory.segments, memory.scores)
-    moved = Memory(memory.tokens[:, index], *(None if part is None else part[:, index] for part in parts))
+    mask, segments, scores = (None if part is None else part[:, index] for part in parts)
+    moved = Memory(memory.tokens[:, index], mask, segments, scores)
     close(case.ask(model, moved), case.ask(model, memory), what)
 
 

@@ -63,6 +63,7 @@ class AdapterTrainer(Trainer):
 
     optimizer: torch.optim.Optimizer | None
     model_accepts_loss_kwargs: bool
+    _loss_shifts_labels: bool
     _calibrates = False
     _chunks: bool | None  # None where the host's loss is still to be compared
 

@@ -40,11 +40,7 @@ NEEDED = ("torch", "transformers", "accelerate", "safetensors", "huggingface_hub
 
 
 def version(distribution: str) -> str | None:
-    """Return the installed version of a distribution, or None; nothing is imported.
-
-    >>> version("no-such-distribution") is None
-    True
-    """
+    """Return the installed version of a distribution, or None; nothing is imported."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:

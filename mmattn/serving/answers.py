@@ -218,23 +218,14 @@ class Echo:
 
 @dataclass
 class Format:
-    """The answers of one response.
+    """The answers of one response."""
 
-    Args:
-        chat: the format is that of /v1/chat/completions, not of /v1/completions.
-        model: its name.
-        tokenizer: of the model.
-        prompt_tokens: of all prompts.
-        logprobs: the most likely tokens at each place; None for no log-probabilities.
-        echoes: by answer.
-    """
-
-    chat: bool
+    chat: bool  # in the format of /v1/chat/completions, not of /v1/completions
     model: str
     tokenizer: PreTrainedTokenizerBase
-    prompt_tokens: int
-    logprobs: int | None
-    echoes: dict[int, Echo] = field(default_factory=dict)
+    prompt_tokens: int  # of all prompts
+    logprobs: int | None  # the most likely tokens at each place; None for no log-probabilities
+    echoes: dict[int, Echo] = field(default_factory=dict)  # by answer
 
     def __post_init__(self) -> None:
         number = f"{'chatcmpl' if self.chat else 'cmpl'}-{uuid.uuid4().hex}"

@@ -95,23 +95,14 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class Job:
-    """A prompt with its memory, and how its answer is written.
-
-    Args:
-        ids: of the prompt.
-        memory: of one row; None for the bare host.
-        max_tokens: new tokens, at most.
-        sampling: how they are chosen.
-        stops: texts that end it.
-        echoes: the answer stands behind its prompt, so that its first blank counts.
-    """
+    """A prompt with its memory, and how its answer is written."""
 
     ids: list[int]
-    memory: Memory | None
+    memory: Memory | None  # of one row; None for the bare host
     max_tokens: int
     sampling: SamplingSettings = SamplingSettings()
-    stops: Sequence[str] = ()
-    echoes: bool = False
+    stops: Sequence[str] = ()  # texts that end it
+    echoes: bool = False  # the answer stands behind its prompt, so that its first blank counts
 
 
 @dataclass(frozen=True)

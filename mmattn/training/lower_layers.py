@@ -84,11 +84,7 @@ class LowerLayers:
 
     @contextlib.contextmanager
     def skipped_by(self, states_for: Callable[[Positional, dict[str, object]], Tensor | None]) -> Iterator[None]:
-        """Start forwards inside the block from the states for their arguments, or run all layers where these are None.
-
-        Args:
-            states_for: a function of the arguments of the base model, which may change those with a name.
-        """
+        """Start forwards inside the block from the states for their arguments; run all layers where these are None."""
 
         def wrap(reader: nn.Module) -> Method:
             run = reader.forward

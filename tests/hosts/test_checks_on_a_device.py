@@ -47,11 +47,6 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Any:
     UNDER_WAY.set(())
 
 
-@pytest.fixture
-def model() -> Model:
-    return tiny.attach(tiny.make("llama"))
-
-
 def spoilt(value: float = torch.nan) -> mmattn.Memory:
     """Three rows, the second one not finite."""
     tokens = tiny.memory(3).tokens.clone()

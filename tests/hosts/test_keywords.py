@@ -366,9 +366,6 @@ def test_what_needs_a_memory_is_not_dropped_without_one():
             mmattn.attach(tiny_unets.make(), tiny_unets.adapter(), **{option: "model.layers"})
 
 
-# peft 0.21 asks transformers 5.23 by the old name.
-
-
 def t5() -> nn.Module:
     return tiny_model("t5", AutoModelForSeq2SeqLM)
 

@@ -13,6 +13,8 @@ from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoModelForCausalLM,
+    ContinuousBatchingConfig,
+    GenerationConfig,
     PreTrainedModel,
 )
 
@@ -166,6 +168,13 @@ def memory(b: int, m: int = 5, e: int = MEMORY_DIM, lengths: list[int] | None = 
 def going_on(cache: Any) -> dict[str, Any]:
     """The argument with which a model goes on from a cache, by its name in this version of transformers."""
     return {"cache" if IS_5_24 else "past_key_values": cache}
+
+
+def paged(new: int, **more: Any) -> dict[str, Any]:
+    """Greedy settings of continuous batching, `new` tokens each, with few blocks: the default ones take a minute."""
+    blocks = ContinuousBatchingConfig(**{"num_blocks": 64, "page_size": 16, "max_batch_tokens": 64} | more)
+    answers = GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    return {"generation_config": answers, "continuous_batching_config": blocks}
 
 
 def text(b: int, length: int = 7, seed: int = 0) -> Tensor:

@@ -152,14 +152,6 @@ def own(kind: str = "stable", b: int = ROWS) -> Tensor:
         return make(kind)(*args, **kwargs).sample
 
 
-def traces(unet: Any) -> list[tuple[str, list[str], int]]:
-    """What of a module shows that someone was here: its attributes, and how many hooks it has."""
-    return [
-        (name, sorted(module.__dict__), len(module._forward_hooks) + len(module._forward_pre_hooks))
-        for name, module in unet.named_modules()
-    ]
-
-
 def lora(unet: Any, seed: int = 5, **settings: Any) -> None:
     """Put a LoRA on the attention of a UNet, its weights random."""
     targets = ["to_out.0"] if settings.get("lora_bias") else ["to_q", "to_k", "to_v", "to_out.0"]

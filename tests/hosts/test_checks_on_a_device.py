@@ -120,15 +120,7 @@ def test_a_request_is_refused_by_itself(model: Model) -> None:
     """Invariant 204. In continuous batching, also where its memory was made by a thread that goes on."""
     good, bad = tiny.memory(3), spoilt()
     given = [good[0], bad[1], good[2]]
-    settings = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
-    from transformers import ContinuousBatchingConfig, GenerationConfig
-
-    found = model.generate_batch(
-        tiny.text(3).tolist(),
-        memory=given,
-        generation_config=GenerationConfig(**settings),
-        continuous_batching_config=ContinuousBatchingConfig(num_blocks=32, page_size=16, max_batch_tokens=64),
-    )
+    found = model.generate_batch(tiny.text(3).tolist(), memory=given, **tiny.paged(3))
     errors = [one.error for one in found.values()]
     assert errors[0] is errors[2] is None and "non-finite values at row 0 (slot 2)" in errors[1]
     assert model(tiny.text(3), memory=good).logits.isfinite().all()

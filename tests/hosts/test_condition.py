@@ -13,10 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from transformers import (
-    ContinuousBatchingConfig,
-    GenerationConfig,
-)
 
 import mmattn
 from mmattn.errors import ConditionError
@@ -209,8 +205,6 @@ def test_blocks_that_are_left_elsewhere_are_forgotten(asked):
 # peft 0.21 asks transformers 5.23 by the old name.
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 
-NEW = 4
-
 
 def recorded(work):
     """What a piece of work returns, and the warnings that it gave meanwhile, in whichever thread."""
@@ -254,19 +248,11 @@ def test_a_thread_with_the_context_sees_the_memory(asked):
     assert asked() == "none"
 
 
-def paged() -> dict:
-    """Greedy settings with a cache of a size for tests, not for servers."""
-    return {
-        "generation_config": GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0),
-        "continuous_batching_config": ContinuousBatchingConfig(page_size=16, num_blocks=8, max_batch_tokens=32),
-    }
-
-
 IN_THREADS = {
-    "generate_batch": lambda host, ids: host.generate_batch(ids.tolist(), **paged()),
-    "init_continuous_batching": lambda host, ids: host.init_continuous_batching(**paged()),
+    "generate_batch": lambda host, ids: host.generate_batch(ids.tolist(), **tiny.paged(4)),
+    "init_continuous_batching": lambda host, ids: host.init_continuous_batching(**tiny.paged(4)),
     "continuous_batching_context_manager": lambda host, ids: host.continuous_batching_context_manager(
-        **paged()
+        **tiny.paged(4)
     ).__enter__(),
 }
 

@@ -55,17 +55,6 @@ def test_keys_are_turned(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert distance(answer(model, text(), memory=passages.select([[2, 0]])), wanted) > 100 * CLOSE
 
 
-def test_alibi_and_chunks_are_refused() -> None:
-    """Invariant 105: positions that cannot be moved are refused, whatever a short text would show."""
-    host = tiny.make("falcon", alibi=True)
-    with pytest.raises(mmattn.errors.AttachError, match="Falcon"):
-        mmattn.attach(host, mmattn.adapters.PassageAdapter())
-    host = tiny.make("llama")
-    host.config.layer_types = ["chunked_attention"] * tiny.LAYERS
-    with pytest.raises(mmattn.errors.AttachError, match="within chunks"):
-        mmattn.attach(host, mmattn.adapters.PassageAdapter())
-
-
 LONGROPE = {"short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 3.0, 4.0], "factor": 4.0}
 BY_LENGTH = {
     "dynamic": {"rope_type": "dynamic", "factor": 4.0},

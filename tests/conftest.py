@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import random
 import re
@@ -24,6 +25,7 @@ os.environ["HF_DATASETS_CACHE"] = tempfile.mkdtemp(prefix="mmattn-datasets-")
 import numpy as np
 import pytest
 import torch
+import transformers
 from hypothesis import settings
 
 from mmattn.hosts import AdaptedCausalLM
@@ -64,6 +66,19 @@ def seeded(request: pytest.FixtureRequest) -> int:
     np.random.seed(seed)
     torch.manual_seed(seed)
     return seed
+
+
+@pytest.fixture
+def nothing_deprecated() -> Iterator[None]:
+    """Fail if transformers logs that a name is deprecated; what only warns of it is an error in every test."""
+    lines, notes = list[str](), logging.Handler()
+    notes.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = transformers.utils.logging.get_logger("transformers")
+    logger.addHandler(notes)
+    getattr(logging.Logger.warning_once, "cache_clear", lambda: None)()  # what another test was told once
+    yield
+    logger.removeHandler(notes)
+    assert [line for line in lines if "deprecated" in line] == []
 
 
 @pytest.fixture

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -189,6 +191,27 @@ def attach(lm: nn.Module, *, opened: bool = True, name: str = "default", **setti
     settings = {"memory_dim": MEMORY_DIM, "layers": (0, 2), "num_heads": 2, "head_dim": 8} | settings
     model = mmattn.attach(lm, mmattn.GatedAdapter(**settings), name=name)
     return open_gates(model) if opened else model
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Inside the block tensors are made in this dtype by default."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextlib.contextmanager
+def counting(*modules: nn.Module) -> Iterator[list[Any]]:
+    """A list that grows by a module's inputs each time that one of these runs."""
+    ran: list[Any] = []
+    with contextlib.ExitStack() as stack:
+        for module in modules:
+            stack.enter_context(module.register_forward_hook(lambda module, args, output: ran.append(args)))
+        yield ran
 
 
 def own(ids: Tensor, family: str = "llama") -> Tensor:

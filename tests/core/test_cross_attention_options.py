@@ -112,26 +112,21 @@ def test_bad_settings(settings_, match):
 
 def test_bad_calls():
     """Invariants 2, 15: widths, rows and options that do not fit this layer, each named."""
-    layer, (x, memory) = make(), data()
-    kept = layer.project(memory)
-    with pytest.raises(ShapeError, match=r"x must be \(b, l, 19\), got \(2, 5, 23\)"):
-        layer(torch.randn(B, L, E), memory)
-    with pytest.raises(ShapeError, match=r"memory must be a tensor \(b, m, 23\), got \(2, 7, 19\)"):
-        layer(x, torch.randn(B, M, D))
-    with pytest.raises(ShapeError, match="got list"):
-        layer(x, [memory])
-    with pytest.raises(ShapeError, match="multiple of them .beams., got 3 and 2"):
-        layer(torch.randn(3, L, D), memory)
-    with pytest.raises(ShapeError, match="got 3 and 2"):
-        layer(torch.randn(3, L, D), kept)
-    with pytest.raises(ShapeError, match="give them to project"):
-        layer(x, kept, mask=MASK)
-    with pytest.raises(ConfigError, match="has no score_bias"):
-        layer(x, memory, scores=torch.zeros(B, M))
-    with pytest.raises(ConfigError, match="give it scores"):
-        make(score_bias=True)(x, memory)
-    with pytest.raises(ShapeError, match=r"scores must be \(b, m\) = \(2, 7\), got \(7, 2\)"):
-        make(score_bias=True)(x, memory, scores=torch.zeros(M, B))
+    layer, scored, (x, memory) = make(), make(score_bias=True), data()
+    kept, three, scores = layer.project(memory), torch.randn(3, L, D), torch.zeros(B, M)
+    for call, error, words in (
+        (lambda: layer(torch.randn(B, L, E), memory), ShapeError, r"x must be \(b, l, 19\), got \(2, 5, 23\)"),
+        (lambda: layer(x, torch.randn(B, M, D)), ShapeError, r"must be a tensor \(b, m, 23\), got \(2, 7, 19\)"),
+        (lambda: layer(x, [memory]), ShapeError, "got list"),
+        (lambda: layer(three, memory), ShapeError, "multiple of them .beams., got 3 and 2"),
+        (lambda: layer(three, kept), ShapeError, "got 3 and 2"),
+        (lambda: layer(x, kept, mask=MASK), ShapeError, "give them to project"),
+        (lambda: layer(x, memory, scores=scores), ConfigError, "has no score_bias"),
+        (lambda: scored(x, memory), ConfigError, "give it scores"),
+        (lambda: scored(x, memory, scores=scores.T), ShapeError, r"scores must be \(b, m\) = \(2, 7\), got \(7, 2\)"),
+    ):
+        with pytest.raises(error, match=words):
+            call()
 
 
 @pytest.mark.parametrize(

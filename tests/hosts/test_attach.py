@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -384,22 +383,12 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 # Adapters that are put on a host inside a mode of torch: as outside of it, or refused in words
 
 
-@contextlib.contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
 MODES: dict[str, Callable[[], Any]] = {
     "inference_mode": torch.inference_mode,
     "no_grad": torch.no_grad,
-    "bfloat16 by default": lambda: default_dtype(torch.bfloat16),
-    "float16 by default": lambda: default_dtype(torch.float16),
-    "float64 by default": lambda: default_dtype(torch.float64),
+    "bfloat16 by default": lambda: tiny.default_dtype(torch.bfloat16),
+    "float16 by default": lambda: tiny.default_dtype(torch.float16),
+    "float64 by default": lambda: tiny.default_dtype(torch.float64),
     "device meta": lambda: torch.device("meta"),
     "init_empty_weights with buffers": lambda: init_empty_weights(include_buffers=True),
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import gc
-import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import mmattn
 from mmattn.core import tracing
@@ -91,11 +90,9 @@ def test_another_thread_is_not_refused(model: Model, monkeypatch: Any) -> None:
     """Invariant 204."""
     model(tiny.text(3), memory=spoilt())
     monkeypatch.setattr(Unknown, "query", lambda self: True)
-    found: list[Tensor] = []
-    thread = threading.Thread(target=lambda: found.append(model(tiny.text(3), memory=tiny.memory(3)).logits))
-    thread.start()
-    thread.join()
-    assert len(found) == 1 and found[0].isfinite().all()
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(lambda: model(tiny.text(3), memory=tiny.memory(3)).logits).result()
+    assert found.isfinite().all()
     with pytest.raises(NonFiniteError, match="row 1"):
         report_checks()
 

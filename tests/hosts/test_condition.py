@@ -138,14 +138,13 @@ def test_an_interrupted_forward_leaves_nothing(asked):
     body, ids = asked.model.host.model, asked.ids
     with torch.no_grad():
         want = body(ids).last_hidden_state
-        handle = tiny.decoder_layers(asked.model.host)[1].register_forward_pre_hook(interrupt)
         for call in (
             lambda: asked.model(ids, memory=asked.A),
             lambda: asked.model.generate(ids, memory=asked.A, max_new_tokens=2),
         ):
-            with pytest.raises(KeyboardInterrupt):
+            layer = tiny.decoder_layers(asked.model.host)[1]
+            with pytest.raises(KeyboardInterrupt), layer.register_forward_pre_hook(interrupt):
                 call()
-        handle.remove()
         assert torch.equal(body(ids).last_hidden_state, want)
         assert asked() == "none"
 
@@ -291,22 +290,17 @@ def test_a_text_goes_on_with_what_it_began_with_whatever_another_thread_begins(b
         own = [one.detach().clone() for one in edited]
         hook = model.host.register_forward_pre_hook(third, with_kwargs=True)
         try:
-            with model.condition(memory):
+            with hook, model.condition(memory):
                 return model.host.generate(ids, **answer)
         finally:
-            hook.remove()
             with torch.no_grad():
                 for one, before in zip(edited, own, strict=True):
                     one.copy_(before)
 
     def begin() -> None:
-        texts = []
         inside = contextvars.copy_context()
         work = functools.partial(model.host.generate, ids[:, :2], **(answer | {"num_beams": 3, "max_new_tokens": 2}))
-        thread = threading.Thread(target=lambda: texts.append(inside.run(work)))
-        thread.start()
-        thread.join(60)
-        assert len(texts) == 1
+        in_a_thread(lambda: inside.run(work))
 
     alone = written(lambda: None)
     assert torch.equal(written(begin), alone)

@@ -68,9 +68,8 @@ def test_what_an_adapter_adds_in_a_layer(family):
 
     def hear(**more):
         heard.clear()
-        hook = model.layer(0).register_forward_hook(listen, with_kwargs=True)
-        run(model, batch, **more)
-        hook.remove()
+        with model.layer(0).register_forward_hook(listen, with_kwargs=True):
+            run(model, batch, **more)
         return heard["x"], heard["out"]
 
     (x, own), (same, out) = hear(), hear(memory=memory)
@@ -113,15 +112,12 @@ def test_a_map_acts_on_its_own_tokens(family):
     def listen(attn, args, output):
         heard.append(output if isinstance(output, torch.Tensor) else output[model.picture_part(0)])
 
-    hook = model.layer(0).register_forward_hook(listen)
-    left = torch.zeros(ROWS, height, width)
-    left[:, :, : width // 2] = 1
-    run(model, batch)
-    run(model, batch, memory=memory, adapter_scale=left)
-    first = torch.zeros(ROWS, frames, height, width)
-    first[:, 0] = 1
-    run(model, batch, memory=memory, adapter_scale=first)
-    hook.remove()
+    left, first = torch.zeros(ROWS, height, width), torch.zeros(ROWS, frames, height, width)
+    left[:, :, : width // 2], first[:, 0] = 1, 1
+    with model.layer(0).register_forward_hook(listen):
+        run(model, batch)
+        for scale in (left, first):
+            run(model, batch, memory=memory, adapter_scale=scale)
     moved = [(out - heard[0]).abs().amax(-1).unflatten(1, (frames, height, width)) > 1e-6 for out in heard[1:]]
     assert torch.equal(moved[0], left[:, None].bool().expand_as(moved[0]))
     assert torch.equal(moved[1], first.bool())

@@ -15,7 +15,6 @@ from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoModelForCausalLM,
-    ContinuousBatchingConfig,
     GenerationConfig,
     PreTrainedModel,
 )
@@ -174,6 +173,8 @@ def going_on(cache: Any) -> dict[str, Any]:
 
 def paged(new: int, **more: Any) -> dict[str, Any]:
     """Greedy settings of continuous batching, `new` tokens each, with few blocks: the default ones take a minute."""
+    from transformers import ContinuousBatchingConfig
+
     blocks = ContinuousBatchingConfig(**{"num_blocks": 64, "page_size": 16, "max_batch_tokens": 64} | more)
     answers = GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0)
     return {"generation_config": answers, "continuous_batching_config": blocks}

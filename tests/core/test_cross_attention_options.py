@@ -46,20 +46,6 @@ def test_positions_are_counted_from_zero_unless_given():
     assert on_grid(x, memory, **places).shape == x.shape
 
 
-def test_a_null_slot_takes_part_of_the_attention():
-    """Weights of real slots sum to less than 1, and length normalisation keeps that share as the memory grows."""
-    x, memory = data()
-    memory = memory[:, :1]
-    shares = {}
-    for length_norm in (None, 29.0):
-        layer = make(null_slot=True, length_norm=length_norm)
-        for times in (1, 64):
-            shares[length_norm, times] = layer(x, memory.expand(-1, times, -1), return_weights=True)[1].sum(-1)
-            assert (shares[length_norm, times] < 1).all()
-    assert (shares[None, 64] - shares[None, 1]).max() > 0.1
-    torch.testing.assert_close(shares[29.0, 64], shares[29.0, 1], rtol=0, atol=1e-5)
-
-
 def test_head_scale():
     """Each head's find is multiplied; 0 leaves the output bias, and nothing where nothing is seen."""
     layer = make()

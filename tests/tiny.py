@@ -215,6 +215,13 @@ def counting(*modules: nn.Module) -> Iterator[list[Any]]:
         yield ran
 
 
+@torch.no_grad()
+def written(model: Any, ids: Tensor, new: int, **how: Any) -> Tensor:
+    """What a model writes after a text, greedily unless told: new tokens only (b, new)."""
+    out: Tensor = model.generate(ids, **{"max_new_tokens": new, "do_sample": False} | how)
+    return out[:, ids.shape[1] :]
+
+
 def own(ids: Tensor, family: str = "llama") -> Tensor:
     """Logits of the untouched host."""
     with torch.no_grad():

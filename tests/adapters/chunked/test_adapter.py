@@ -253,6 +253,7 @@ def test_memories_that_do_not_fit():
 
 
 NEW = 13  # two chunks are completed on the way
+generate = functools.partial(tiny.written, new=NEW)
 
 
 @functools.cache
@@ -263,13 +264,6 @@ def written_alone(family: str) -> SimpleNamespace:
     s.rows = torch.cat(rows)
     s.own = generate(tiny.make(family), s.ids)
     return s
-
-
-@torch.no_grad()
-def generate(model, ids, **kwargs):
-    """New tokens only (b, NEW)."""
-    out = model.generate(ids, **{"max_new_tokens": NEW, "do_sample": False} | kwargs)
-    return out[:, ids.shape[1] :]
 
 
 @families

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 
 import peft
 import pytest
@@ -162,13 +163,7 @@ def test_settings_that_cannot_be():
 
 
 NEW = 6
-
-
-@torch.no_grad()
-def generate(model, ids, **kwargs):
-    """New tokens only (b, NEW)."""
-    out = model.generate(ids, **{"max_new_tokens": NEW, "do_sample": False} | kwargs)
-    return out[:, ids.shape[1] :]
+generate = functools.partial(tiny.written, new=NEW)
 
 
 def lengths_read(lm) -> tuple[list[tuple[int, int]], object]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -13,9 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from mmattn.adapters.joined.host_attention import HostAttention
-from mmattn.adapters.protocols import HeadSizes
 from mmattn.core.tracing import UNDER_WAY, report_checks
-from mmattn.errors import AttachError, ConditionError
+from mmattn.errors import ConditionError
 from mmattn.hosts.context import (
     THREAD,
     Arguments,
@@ -33,7 +33,6 @@ from mmattn.hosts.context import (
     step_of,
 )
 from mmattn.hosts.keywords import Signature, signature_of
-from mmattn.hosts.probe import in_eval_mode, output_of, text_inputs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -46,15 +45,43 @@ _BESIDE_GRAPHS = torch.torch_version.TorchVersion(torch.__version__) >= "2.10"
 compiles: Callable[[], object] = torch._C._dynamo.eval_frame.get_eval_frame_callback if _BESIDE_GRAPHS else lambda: None
 
 
-class CrossAttentionHook:
-    """Hands the hidden states before or after one layer of a host to the adapters."""
+class LayerHook(ABC):
+    """Changes hidden states before or after a layer; first among its hooks: those that record must see the change."""
 
-    position = ""
+    @abstractmethod
+    def adapt(self, x: Any) -> Any:
+        """Return hidden states x (b, l, d), or several streams of them, as they are after the change."""
 
-    def __init__(self, model: Any, layer: int) -> None:
-        self.model, self.layer = model, layer
-        self.site = layer, self.position
+    def before(self, layer: nn.Module, args: Positional, kwargs: Arguments) -> tuple[Positional, Arguments]:
+        """A forward pre-hook."""
+        if layer.training:
+            refuse_other_context(layer)
+        if args:
+            return (self.adapt(args[0]), *args[1:]), kwargs
+        return args, kwargs | {"hidden_states": self.adapt(kwargs.get("hidden_states"))}
+
+    def after(self, layer: nn.Module, args: Positional, output: LayerOutput) -> LayerOutput:
+        """A forward hook."""
+        if layer.training:
+            refuse_other_context(layer)
+        return self.adapt(output) if isinstance(output, Tensor) else (self.adapt(output[0]), *output[1:])
+
+    def install(self, module: nn.Module, position: str) -> Handle:
+        """Hook a layer "before" or "after" it."""
+        if position == "before":
+            return module.register_forward_pre_hook(self.before, prepend=True, with_kwargs=True)
+        return module.register_forward_hook(self.after, prepend=True)
+
+
+class CrossAttentionHook(LayerHook):
+    """Hands the hidden states before or after one layer of a host, or its attention, to the adapters."""
+
+    def __init__(self, model: Any, layer: int, position: str) -> None:
+        self.model, self.layer, self.site = model, layer, (layer, position)
         self.apart, self.stream_axis = model.is_apart(layer), model.stream_axis
+
+    def install(self, module: nn.Module, position: str) -> Handle:
+        return AttentionHook(module, self.join) if position == "joined" else super().install(module, position)
 
     def adapt(self, x: Any) -> Any:
         """Apply the adapters to hidden states x (b, l, d), several streams of them, or the attention of a layer."""
@@ -75,50 +102,10 @@ class CrossAttentionHook:
             x = view.apply(x, block, self.layer, adapter_scale)
         return x if axis is None else streams + (x - before).unsqueeze(axis)
 
-
-class AfterLayer(CrossAttentionHook):
-    """A forward hook: what comes out of a layer."""
-
-    position = "after"
-
-    def __call__(self, layer: nn.Module, args: Positional, output: LayerOutput) -> LayerOutput:
-        if layer.training:
-            refuse_other_context(layer)
-        if isinstance(output, Tensor):
-            return self.adapt(output)
-        return (self.adapt(output[0]), *output[1:])
-
-
-class BeforeLayer(CrossAttentionHook):
-    """A forward pre-hook: what goes into a layer."""
-
-    position = "before"
-
-    def __call__(self, layer: nn.Module, args: Positional, kwargs: Arguments) -> tuple[Positional, Arguments]:
-        if layer.training:
-            refuse_other_context(layer)
-        if args:
-            return (self.adapt(args[0]), *args[1:]), kwargs
-        return args, kwargs | {"hidden_states": self.adapt(kwargs["hidden_states"])}
-
-
-class JoinMemory(CrossAttentionHook):
-    """Called with the attention of a layer: joins memories with its keys and values."""
-
-    position = "joined"
-
-    def __call__(self, x: HostAttention) -> HostAttention:
+    def join(self, x: HostAttention) -> HostAttention:
+        """Join memories with the keys and values of a layer."""
         joined, step = self.adapt(x), getattr(THREAD, "step", None)
         return joined if joined is x or step is None else replace(joined, masks=step.masks)
-
-
-def hook_layer(model: Any, module: nn.Module, layer: int, position: str) -> Handle:
-    """Hook adapters to a layer; first among its hooks, since those that record must see what the adapters added."""
-    if position == "joined":
-        return AttentionHook(module, JoinMemory(model, layer))
-    if position == "before":
-        return module.register_forward_pre_hook(BeforeLayer(model, layer), prepend=True, with_kwargs=True)
-    return module.register_forward_hook(AfterLayer(model, layer), prepend=True)
 
 
 class BeforeHost:
@@ -371,38 +358,6 @@ def check_function(config: PreTrainedConfig) -> None:
             f"attn_implementation={name!r} has no mask, so no memory can be joined with keys and values: "
             "host.set_attn_implementation('sdpa') or 'eager'"
         )
-
-
-def attention_layers(host: nn.Module, layers: nn.ModuleList, path: str) -> dict[int, tuple[str, HeadSizes]]:
-    """Return the attention of each decoder layer by number: its dotted name and sizes, as a short text finds them."""
-    by_layer: dict[int, list[tuple[str, HeadSizes]]] = {}
-
-    def listener(layer: int, name: str) -> Callable[[HostAttention], HostAttention]:
-        def note(x: HostAttention) -> HostAttention:
-            sizes = HeadSizes(x.query.shape[1], x.key.shape[1], x.key.shape[3], x.value.shape[3])
-            if (name, sizes) not in by_layer.setdefault(layer, []):
-                by_layer[layer].append((name, sizes))
-            return x
-
-        return note
-
-    listeners = {
-        module: listener(layer, f"{path}.{layer}.{name}")
-        for layer, part in enumerate(layers)
-        for name, module in part.named_modules()
-        if hasattr(vars(module).get("config"), "_attn_implementation")
-    }
-    with attention_hooks(listeners), in_eval_mode(host), torch.no_grad():
-        output_of(host, [inputs | {"use_cache": False} for inputs in text_inputs(host, 1)], 1)
-    reached = {layer: layer_sites[0] for layer, layer_sites in by_layer.items() if len(layer_sites) == 1}
-    missing = [layer for layer in range(len(layers)) if layer not in reached]
-    if missing:
-        kinds = sorted({type(layers[layer]).__name__ for layer in missing})
-        raise AttachError(
-            f"layers {missing} of {type(host).__name__} ({', '.join(kinds)}) do not use the attention functions of "
-            "transformers, in which keys and values are joined: take a GatedAdapter for this host"
-        )
-    return dict(sorted(reached.items()))
 
 
 @contextlib.contextmanager

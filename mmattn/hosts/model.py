@@ -39,7 +39,7 @@ from mmattn.hosts.context import (
     check_not_required,
     prepared_for_graphs,
 )
-from mmattn.hosts.hooks import AfterHost, BeforeHost, hook_layer, leave_uncompiled
+from mmattn.hosts.hooks import AfterHost, BeforeHost, CrossAttentionHook, leave_uncompiled
 from mmattn.hosts.keywords import check_keywords, keywords_of, shown_signature
 from mmattn.hosts.peft import host_attribute, inner_host, watch_peft
 from mmattn.hosts.saving import (
@@ -787,7 +787,7 @@ class AdaptedModel(nn.Module):
 
     def hook_site(self, module: nn.Module, layer: int, position: str) -> list[Handle]:
         """Hook the adapters to one site, and return the handles."""
-        return [hook_layer(self, module, layer, position)]
+        return [CrossAttentionHook(self, layer, position).install(module, position)]
 
     # For `mmattn.inspect` -------------------------------------------------------------------------------------------
 

@@ -120,21 +120,18 @@ def generation_call(host: nn.Module, call: Call, args: Positional, kwargs: Argum
     return inner
 
 
-class ExpandsInputs:
-    """Replacement of `_expand_inputs_for_generation`, which refuses rows that are not all rows of the prompt."""
-
-    def __init__(self, model: AdaptedModel, host: nn.Module) -> None:
-        self.model, self.host = model, host
-
-    def __call__(self, expand_size: int = 1, **kwargs: Any) -> tuple[Tensor, Arguments]:
-        call, ids = self.model.open_blocks.in_force().call, kwargs.get("input_ids")
-        if call is not None and call.rows and ids is not None and len(ids) not in call.unexpanded:
-            raise ConditionError(
-                f"{type(self.host).__name__}.generate was given {call.rows} rows and goes on with {len(ids)}; which "
-                "memory is theirs is not known: generate one row at a time"
-            )
-        method = inspect.getattr_static(type(self.host), "_expand_inputs_for_generation")
-        return method.__get__(self.host)(expand_size=expand_size, **kwargs)
+def expand_inputs(
+    model: AdaptedModel, host: nn.Module, expand_size: int = 1, **kwargs: Any
+) -> tuple[Tensor, Arguments]:
+    """Replace `_expand_inputs_for_generation`: refuse rows that are not all rows of the prompt."""
+    call, ids = model.open_blocks.in_force().call, kwargs.get("input_ids")
+    if call is not None and call.rows and ids is not None and len(ids) not in call.unexpanded:
+        raise ConditionError(
+            f"{type(host).__name__}.generate was given {call.rows} rows and goes on with {len(ids)}; which memory is "
+            "theirs is not known: generate one row at a time"
+        )
+    method = inspect.getattr_static(type(host), "_expand_inputs_for_generation")
+    return method.__get__(host)(expand_size=expand_size, **kwargs)
 
 
 class TextNotes:

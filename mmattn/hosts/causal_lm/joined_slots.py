@@ -15,17 +15,17 @@ from mmattn.adapters.host_models import call_by_name, device_of, embeddings_of, 
 from mmattn.adapters.joined.host_attention import HostAttention, JoinSlots
 from mmattn.adapters.joined.rotation import Rotations, read_rotations
 from mmattn.adapters.joined.slots import Capture, JoinedSlots, JoinedView
-from mmattn.adapters.protocols import Site
+from mmattn.adapters.protocols import HeadSizes, Site
 from mmattn.adapters.text_state import TextState
 from mmattn.errors import AttachError, ConditionError, MmattnError
 from mmattn.hosts.causal_lm.continuous_batching import paused
 from mmattn.hosts.causal_lm.generation import fewest_logits
 from mmattn.hosts.context import Arguments, Call, ForwardStep, refuse_reentrant
-from mmattn.hosts.hooks import AttentionHook, attention_hooks, attention_layers, check_function
+from mmattn.hosts.hooks import AttentionHook, attention_hooks, check_function
 from mmattn.hosts.host_state import HostState
 from mmattn.hosts.model import AdaptedModel
 from mmattn.hosts.peft import inner_host
-from mmattn.hosts.probe import bare_forward, is_close, output_of, relative_error, text_inputs, unreached
+from mmattn.hosts.probe import bare_forward, in_eval_mode, is_close, output_of, relative_error, text_inputs, unreached
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -38,11 +38,34 @@ _ADVICE = "take a GatedAdapter for this host"
 
 
 def joined_sites(host: nn.Module, layers: nn.ModuleList, path: str, width: int) -> list[Site]:
-    """Return the attention of every decoder layer."""
-    return [
-        Site(layer, "joined", name, width, device_of(host.get_submodule(name)), sizes)
-        for layer, (name, sizes) in attention_layers(host, layers, path).items()
-    ]
+    """Return the attention of every decoder layer, as a short text finds it."""
+    by_layer: list[set[Site]] = [set() for _ in layers]
+
+    def listener(layer: int, name: str) -> Callable[[HostAttention], HostAttention]:
+        device = device_of(host.get_submodule(name))
+
+        def note(x: HostAttention) -> HostAttention:
+            heads = HeadSizes(x.query.shape[1], x.key.shape[1], x.key.shape[3], x.value.shape[3])
+            by_layer[layer].add(Site(layer, "joined", name, width, device, heads))
+            return x
+
+        return note
+
+    listeners = {
+        module: listener(layer, f"{path}.{layer}.{name}")
+        for layer, part in enumerate(layers)
+        for name, module in part.named_modules()
+        if hasattr(vars(module).get("config"), "_attn_implementation")
+    }
+    with attention_hooks(listeners), in_eval_mode(host), torch.no_grad():
+        output_of(host, [inputs | {"use_cache": False} for inputs in text_inputs(host, 1)], 1)
+    if missing := [layer for layer, sites in enumerate(by_layer) if len(sites) != 1]:
+        kinds = sorted({type(layers[layer]).__name__ for layer in missing})
+        raise AttachError(
+            f"layers {missing} of {type(host).__name__} ({', '.join(kinds)}) do not use the attention functions of "
+            "transformers, in which keys and values are joined: take a GatedAdapter for this host"
+        )
+    return [site for sites in by_layer for site in sites]
 
 
 def shift_text(step: ForwardStep, text: TextState, kwargs: Arguments) -> Arguments:

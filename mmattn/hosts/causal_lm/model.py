@@ -30,19 +30,19 @@ from mmattn.hosts.causal_lm import joined_slots
 from mmattn.hosts.causal_lm.boundary import refuse_rows
 from mmattn.hosts.causal_lm.continuous_batching import (
     PAGED_CACHE,
-    StartsBatching,
     call_of_step,
     check_memories,
     pending,
     rows_of,
+    start_batching,
 )
 from mmattn.hosts.causal_lm.generation import (
     READ,
-    ExpandsInputs,
     TextNotes,
     arrivals_of,
     check_with_memory,
     check_without_memory,
+    expand_inputs,
     fill_cache,
     generation_call,
     note,
@@ -170,15 +170,6 @@ class AdaptedCausalLM(AdaptedModel):
             generation=generation,
         )
 
-    @staticmethod
-    def _trains_joined(step: ForwardStep) -> bool:
-        """Return True if an adapter with weights joins keys and values in a forward."""
-        return any(
-            position == "joined" and any(True for _ in block.parameters())
-            for (_, position), actions in step.actions.items()
-            for _, block, _ in actions
-        )
-
     def forward_step(
         self, call: Call, disabled: frozenset[str], host: nn.Module, args: Positional, kwargs: Keywords
     ) -> ForwardStep:
@@ -196,8 +187,10 @@ class AdaptedCausalLM(AdaptedModel):
                 step.inputs = joined_slots.shift_text(step, text, dict(kwargs))
                 break
         # Keys and values that are joined with the host's own are inside of what checkpointing runs again.
-        if self.host.training and torch.is_grad_enabled() and self._trains_joined(step):
-            refuse_reentrant(self.host)
+        if self.host.training and torch.is_grad_enabled():
+            joined = [block for site in step.actions if site[1] == "joined" for _, block, _ in step.actions[site]]
+            if any(True for block in joined for _ in block.parameters()):
+                refuse_reentrant(self.host)
         # The paged cache of continuous batching keeps requests apart by itself.
         if text.packed is not None and type(text.cache).__name__ != PAGED_CACHE:
             with self.open_blocks.conditioned(None):
@@ -379,8 +372,8 @@ class AdaptedCausalLM(AdaptedModel):
         inner = inner_host(self.host)
         for owner, name, method in (
             (self.host, "generate", self._host_generate),
-            (inner, "_expand_inputs_for_generation", ExpandsInputs(self, inner)),
-            (inner, "init_continuous_batching", StartsBatching(self, inner)),
+            (inner, "_expand_inputs_for_generation", partial(expand_inputs, self, inner)),
+            (inner, "init_continuous_batching", partial(start_batching, self, inner)),
         ):
             if hasattr(type(owner), name):
                 self.attachment.replace(owner, name, method)

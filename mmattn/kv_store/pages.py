@@ -30,12 +30,12 @@ from mmattn.storage.safetensors import DTYPES, NAMES, fingerprint, read_tensors,
 from mmattn.storage.tensor_cache import TensorVersion, autocast_dtype
 
 
-def quantize(numbers: Tensor, over: int, largest: int = 127) -> tuple[Tensor, Tensor]:
+def quantize(numbers: Tensor, over: int) -> tuple[Tensor, Tensor]:
     """Return codes int8 of the shape of `numbers`, and their scales bfloat16 with size 1 in dimension `over`."""
     numbers = numbers.float()
     # In bfloat16, as far-reaching as float32; the codes are those of the scale as it is stored.
-    scales = (numbers.abs().amax(over, keepdim=True) / largest).clamp(min=2.0**-120).bfloat16()
-    return (numbers / scales).round().clamp(-largest, largest).to(torch.int8), scales
+    scales = (numbers.abs().amax(over, keepdim=True) / 127).clamp(min=2.0**-120).bfloat16()
+    return (numbers / scales).round().clamp(-127, 127).to(torch.int8), scales
 
 
 BANK = "mmattn-bank"

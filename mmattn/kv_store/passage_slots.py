@@ -14,9 +14,7 @@ from mmattn.adapters.host_models import device_of, embeddings_of, to_device
 from mmattn.adapters.joined.slots import Capture, JoinedSlots, JoinedView
 from mmattn.adapters.passages import PassageLayers
 from mmattn.errors import ConditionError
-from mmattn.hosts.causal_lm.continuous_batching import paused
-from mmattn.hosts.causal_lm.generation import fewest_logits
-from mmattn.hosts.context import Call
+from mmattn.hosts.causal_lm.joined_slots import capture
 from mmattn.hosts.model import AdaptedModel
 from mmattn.hosts.probe import in_eval_mode
 
@@ -96,7 +94,7 @@ def read_again(
         unread[number, row] = False
     before = slots.positions[:, None] < to_device(positions, unread.device)[..., None]
     visible = JoinedSlots(slots.keys, slots.values, unread, slots.positions)
-    captured = capture(model, adapter.name, tokens, real, positions, JoinedView(visible, before))
+    captured = read_text(model, adapter.name, tokens, real, positions, JoinedView(visible, before))
     for layer in adapter.layers:
         for number, row in enumerate(again):
             slots.keys[layer][number, :, row] = captured.keys[layer][number, :, : len(row)]
@@ -192,29 +190,17 @@ def _tokens_again(rows: Sequence[Sequence[Passage]], again: Sequence[Sequence[in
 
 
 @torch.no_grad()
-def capture(
+def read_text(
     model: AdaptedModel, name: str, ids: Tensor, real: Tensor, positions: Tensor, joined: JoinedView | None = None
 ) -> Capture:
     """Record keys and values of every layer of a text (b, l), padded on the right, in eval mode.
 
     `real` (b, l) tells tokens from padding, `positions` is (b or 1, l), `joined` is visible to the text besides.
     """
-    host, captured = model.host, Capture(joined)
-    device = device_of(embeddings_of(host))
-    with (
-        in_eval_mode(host),
-        torch.inference_mode(False),
-        torch.no_grad(),
-        paused(model),
-        model.open_blocks.conditioned(Call({name: captured}, reads_memory=True)),
-    ):
-        host(
-            input_ids=ids.to(device),
-            attention_mask=real.long().to(device),
-            position_ids=positions.expand(len(ids), -1).to(device),
-            use_cache=False,
-            **fewest_logits(host),
-        )
+    captured, device = Capture(joined), device_of(embeddings_of(model.host))
+    ids, mask, positions = ids.to(device), real.long().to(device), positions.expand(len(ids), -1).to(device)
+    with in_eval_mode(model.host), torch.inference_mode(False), torch.no_grad():
+        capture(model, name, captured, input_ids=ids, attention_mask=mask, position_ids=positions)
     if not captured.keys:
         raise ConditionError(
             f"passages are read by adapter {name!r}, which is not active: call set_adapter({name!r}), outside "

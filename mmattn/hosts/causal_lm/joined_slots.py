@@ -42,10 +42,9 @@ def joined_sites(host: nn.Module, layers: nn.ModuleList, path: str, width: int) 
     by_layer: list[set[Site]] = [set() for _ in layers]
 
     def listener(layer: int, name: str) -> Callable[[HostAttention], HostAttention]:
-        device = device_of(host.get_submodule(name))
-
         def note(x: HostAttention) -> HostAttention:
             heads = HeadSizes(x.query.shape[1], x.key.shape[1], x.key.shape[3], x.value.shape[3])
+            device = device_of(host.get_submodule(name))
             by_layer[layer].add(Site(layer, "joined", name, width, device, heads))
             return x
 
@@ -256,6 +255,12 @@ def _as_slots(captured: Capture) -> JoinedSlots:
     return JoinedSlots(captured.keys, captured.values, real, torch.arange(length)[None], torch.tensor([length]))
 
 
+def capture(model: AdaptedModel, name: str, captured: Capture, **inputs: Tensor) -> None:
+    """Record the keys and values of an input of the host for one adapter, in a forward without the other adapters."""
+    with paused(model), model.open_blocks.conditioned(Call({name: captured}, reads_memory=True)):
+        model.host(**inputs, use_cache=False, **fewest_logits(model.host))
+
+
 # Embeddings before the text -------------------------------------------------------------------------------------------
 
 
@@ -264,7 +269,6 @@ class HostEmbeddingReader:
 
     def __init__(self, model: AdaptedModel, turns_keys: bool) -> None:
         self.model, self.turns_keys = model, turns_keys
-        self._options = fewest_logits(model.host)
         self._state: HostState | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HostEmbeddingReader:
@@ -311,14 +315,8 @@ class HostEmbeddingReader:
         device, like = device_of(embeddings_of(host)), self._embed(torch.zeros(1, 1, dtype=torch.long))
         # A row without slots gets one that no token attends to, so that its numbers are finite.
         mask = (real | (torch.arange(real.shape[1], device=real.device) == 0)).long()
-        with paused(self.model), self.model.open_blocks.conditioned(Call({name: captured}, reads_memory=True)):
-            host(
-                inputs_embeds=embeddings.to(device, like.dtype),
-                attention_mask=mask.to(device),
-                position_ids=positions.to(device),
-                use_cache=False,
-                **self._options,
-            )
+        embeddings, mask, positions = embeddings.to(device, like.dtype), mask.to(device), positions.to(device)
+        capture(self.model, name, captured, inputs_embeds=embeddings, attention_mask=mask, position_ids=positions)
         return dict(captured.keys), dict(captured.values)
 
     @torch.no_grad()

@@ -198,8 +198,8 @@ def read_text(
     `real` (b, l) tells tokens from padding, `positions` is (b or 1, l), `joined` is visible to the text besides.
     """
     captured, device = Capture(joined), device_of(embeddings_of(model.host))
-    ids, mask, positions = ids.to(device), real.long().to(device), positions.expand(len(ids), -1).to(device)
     with in_eval_mode(model.host), torch.inference_mode(False), torch.no_grad():
+        ids, mask, positions = ids.to(device), real.long().to(device), positions.expand(len(ids), -1).to(device)
         capture(model, name, captured, input_ids=ids, attention_mask=mask, position_ids=positions)
     if not captured.keys:
         raise ConditionError(

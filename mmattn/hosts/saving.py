@@ -115,7 +115,7 @@ def adapter_config(
             "class": type(inner).__name__,
             "model_type": getattr(text_config(inner), "model_type", None),
             **host_sizes(sites),
-            "fingerprint": host_fingerprint(host) if fingerprinted else None,
+            "fingerprint": host_fingerprint(host) if with_fingerprint else None,
         },
         "encoder": encoder,
         "name": adapter.name,

@@ -7,7 +7,6 @@ own, nor do its sizes, because text is often as wide as pictures.
 from __future__ import annotations
 
 import contextlib
-import inspect
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,9 +20,8 @@ from mmattn.adapters.host_models import device_of, dtype_of
 from mmattn.errors import AttachError, ConditionError, MmattnError
 from mmattn.hosts.context import Arguments, Keywords, Positional
 from mmattn.hosts.diffusion.call import Output
-from mmattn.hosts.diffusion.heads import SHARED, attention_names, is_attention
+from mmattn.hosts.diffusion.heads import attention_names, forward_arguments, is_attention, stack_rows
 from mmattn.hosts.diffusion.scale import Grid
-from mmattn.hosts.peft import inner_host
 from mmattn.hosts.probe import Handle, disturb, in_eval_mode, unreached
 
 #: Kinds of attention layers: over text, one softmax over text and picture, or over what is in the layer's stream.
@@ -182,7 +180,7 @@ def check_reaches(host: nn.Module, found: TransformerLayers, outputs: Sequence[t
 
     def output(rows: int) -> Tensor:
         inputs = found.inputs(host, 1, torch.Generator().manual_seed(0))
-        return prediction(host, {name: _repeat(name, value, rows) for name, value in inputs.items()})
+        return prediction(host, {name: stack_rows(name, [value] * rows) for name, value in inputs.items()})
 
     lost = unreached(host, [site(name, part) for name, part in outputs], output)
     if lost:
@@ -190,15 +188,6 @@ def check_reaches(host: nn.Module, found: TransformerLayers, outputs: Sequence[t
             f"changes of {[outputs[each][0] for each in lost]} do not reach the prediction of {type(host).__name__}, "
             "so memory would be lost: choose other layers with blocks="
         )
-
-
-def _repeat(name: str, value: object, rows: int) -> object:
-    """Repeat an argument of one row; a list has a part for each row, or a tensor for each layer."""
-    if isinstance(value, list):
-        return [_repeat(name, item, rows) for item in value] if isinstance(value[0], Tensor) else value * rows
-    if not isinstance(value, Tensor) or name in SHARED or value.shape[:1] != (1,):
-        return value
-    return value.repeat(rows, *[1] * (value.dim() - 1))
 
 
 # Example inputs -------------------------------------------------------------------------------------------------------
@@ -310,8 +299,7 @@ def example_inputs(host: nn.Module, layout: Layout, grid: Grid, rows: int, gener
     width = next((width for name in TEXT_WIDTHS if isinstance(width := config.get(name), int) and width), None)
     example = _Example(config, rows, layout, grid, width, generator, device_of(host), dtype_of(host))
     values = example.texts() | example.positions() | example.pictures() | example.conditions()
-    names = list(inspect.signature(type(inner_host(host)).forward).parameters)[1:]
-    return {name: values[name] for name in names if values.get(name) is not None}
+    return {name: values[name] for name in forward_arguments(host) if values.get(name) is not None}
 
 
 @dataclass(frozen=True)

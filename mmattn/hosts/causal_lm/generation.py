@@ -134,20 +134,13 @@ def expand_inputs(
     return method.__get__(host)(expand_size=expand_size, **kwargs)
 
 
-class TextNotes:
-    """Wrapper of `prepare_inputs_for_generation`, where alone beams, drafts and chunks of a prompt appear in full."""
-
-    def __init__(self, model: AdaptedModel, host: PreTrainedModel) -> None:
-        self.model, self.host = model, host
-        # generate asks the signature what it may pass on.
-        self.__signature__ = inspect.signature(host.prepare_inputs_for_generation)
-
-    def __call__(self, input_ids: Tensor, *args: object, **kwargs: Any) -> Arguments:
-        call = self.model.open_blocks.in_force().call
-        if call is not None:
-            mask = kwargs.get("attention_mask")
-            NOTED.set((call, GenerationInput(input_ids, None if mask is None else mask.bool())))
-        return type(self.host).prepare_inputs_for_generation(self.host, input_ids, *args, **kwargs)
+def note_text(model: AdaptedModel, host: PreTrainedModel, input_ids: Tensor, *args: object, **kwargs: Any) -> Arguments:
+    """Replace `prepare_inputs_for_generation`, where alone beams, drafts and chunks of a prompt appear in full."""
+    call = model.open_blocks.in_force().call
+    if call is not None:
+        mask = kwargs.get("attention_mask")
+        NOTED.set((call, GenerationInput(input_ids, None if mask is None else mask.bool())))
+    return type(host).prepare_inputs_for_generation(host, input_ids, *args, **kwargs)
 
 
 def arrivals_of(arrived: Tensor, window: int | None, sources: Iterable[BoundMemory]) -> Arrivals:

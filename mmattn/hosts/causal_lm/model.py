@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from functools import partial
 from os import PathLike
@@ -38,7 +39,6 @@ from mmattn.hosts.causal_lm.continuous_batching import (
 )
 from mmattn.hosts.causal_lm.generation import (
     READ,
-    TextNotes,
     arrivals_of,
     check_with_memory,
     check_without_memory,
@@ -47,6 +47,7 @@ from mmattn.hosts.causal_lm.generation import (
     generation_call,
     note,
     note_new,
+    note_text,
     noted,
     prompt_name,
 )
@@ -250,7 +251,10 @@ class AdaptedCausalLM(AdaptedModel):
         vars(inner).pop("prepare_inputs_for_generation", None)
         reads_whole_text = any(self.adapter(name).traits.reads_whole_text for name in self.adapters)
         if reads_whole_text and hasattr(inner, "prepare_inputs_for_generation"):
-            self.attachment.replace(inner, "prepare_inputs_for_generation", TextNotes(self, inner))
+            notes: Any = partial(note_text, self, inner)
+            # generate asks the signature what it may pass on.
+            notes.__signature__ = inspect.signature(inner.prepare_inputs_for_generation)
+            self.attachment.replace(inner, "prepare_inputs_for_generation", notes)
         return hooks
 
     # Entries that many requests attend to ----------------------------------------------------------------------------

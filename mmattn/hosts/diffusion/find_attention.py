@@ -45,9 +45,9 @@ class PictureAttention:
     stream: bool  # its tokens are those of picture and text
     width: int  # of the inputs of its keys and values: of the text, or of its stream if it reads no text
     part: int  # index of the picture among its outputs
-    block: str = ""  # dotted name of the block around it
-    block_part: int = 0  # index of the picture among the outputs of the block
-    block_width: int = 0  # d of that output; 0 if none fits
+    block: str  # dotted name of the block around it
+    block_part: int  # index of the picture among the outputs of the block
+    block_width: int  # d of that output; 0 if none fits
 
 
 @dataclass(frozen=True)
@@ -126,12 +126,9 @@ def _choose(
 ) -> tuple[PictureAttention, ...]:
     """Return one layer for each block: the one that reads text, else the one joined with it, else the first."""
     blocks: dict[str, list[PictureAttention]] = {}
-    for name, call in calls.items():
-        layer = _picture_attention(name, call, rows, tokens) if name in layers else None
-        if layer is not None and isinstance(call.x, Tensor):
-            block = name.rpartition(".")[0]
-            part, width = _picture_output(calls[block].output if block in calls else None, call.x.shape[:2])
-            blocks.setdefault(block, []).append(replace(layer, block=block, block_part=part, block_width=width))
+    for name in (name for name in calls if name in layers):
+        if (layer := _picture_attention(name, calls, rows, tokens)) is not None:
+            blocks.setdefault(layer.block, []).append(layer)
     order = (CROSS, JOINT, SELF)
     best = [min(block, key=lambda layer: order.index(layer.kind)) for block in blocks.values()]
     if any(layer.kind != SELF for layer in best):
@@ -144,17 +141,19 @@ def _choose(
     return tuple(best)
 
 
-def _picture_attention(name: str, call: LayerCall, rows: int, tokens: int) -> PictureAttention | None:
-    x, text, output = call
+def _picture_attention(name: str, calls: Mapping[str, LayerCall], rows: int, tokens: int) -> PictureAttention | None:
+    x, text, output = calls[name]
     if not isinstance(x, Tensor) or x.dim() != 3 or x.shape[0] != rows or x.shape[1] < tokens:
         return None
     part, width = _picture_output(output, x.shape[:2])
     if not width:
         return None
+    block = name.rpartition(".")[0]
+    around = block, *_picture_output(calls[block].output if block in calls else None, x.shape[:2])
     if not isinstance(text, Tensor) or text is x:
-        return PictureAttention(name, SELF, x.shape[1] >= tokens + TEXT, x.shape[-1], part)
+        return PictureAttention(name, SELF, x.shape[1] >= tokens + TEXT, x.shape[-1], part, *around)
     kind = JOINT if isinstance(output, (tuple, list)) and len(output) > 1 else CROSS
-    return PictureAttention(name, kind, False, text.shape[-1], part)
+    return PictureAttention(name, kind, False, text.shape[-1], part, *around)
 
 
 def _picture_output(output: object, size: torch.Size) -> tuple[int, int]:

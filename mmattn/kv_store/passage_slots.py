@@ -61,9 +61,8 @@ def join_passages(adapter: PassageLayers, rows: Sequence[Sequence[Passage]]) -> 
     device, lengths = adapter.weight.device, [sum(len(passage.ids) for passage in row) for row in rows]
     distances = None
     if adapter.rotations is None:  # side by side, where they were read
-        positions = _padded(
-            [torch.cat([_integers([]), *(_arange(len(passage.ids), passage.start) for passage in row)]) for row in rows]
-        )
+        places = [[_arange(len(passage.ids), passage.start) for passage in row] for row in rows]
+        positions = pad_sequence([torch.cat([_integers([]), *row]) for row in places], batch_first=True)
         ends = [max((passage.start + len(passage.ids) for passage in row), default=0) for row in rows]
     else:
         positions, ends = _arange(max(lengths)).expand(len(rows), -1), lengths
@@ -123,12 +122,11 @@ def _distances(rows: Sequence[Sequence[Passage]]) -> Tensor | None:
     if not any(map(any, moved)):
         return None
     lengths = [[len(passage.ids) for passage in row] for row in rows]
-    return _padded(
-        [
-            torch.repeat_interleave(_integers(by), _integers(counts), output_size=sum(counts))
-            for by, counts in zip(moved, lengths, strict=True)
-        ]
-    )
+    distances = [
+        torch.repeat_interleave(_integers(by), _integers(counts), output_size=sum(counts))
+        for by, counts in zip(moved, lengths, strict=True)
+    ]
+    return pad_sequence(distances, batch_first=True)
 
 
 def _arange(count: int, start: int = 0) -> Tensor:
@@ -137,10 +135,6 @@ def _arange(count: int, start: int = 0) -> Tensor:
 
 def _integers(values: Sequence[int]) -> Tensor:
     return torch.tensor(values, dtype=torch.long, device="cpu")
-
-
-def _padded(rows: Sequence[Tensor]) -> Tensor:
-    return pad_sequence(list(rows), batch_first=True)
 
 
 def _joined(

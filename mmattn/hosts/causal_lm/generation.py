@@ -39,13 +39,9 @@ def prompt_of(args: Positional, kwargs: Arguments) -> Tensor | None:
 def prompt_name(host: nn.Module) -> str:
     """Return the name of the prompt argument of `generate`: "inputs", or as Whisper does "input_features"."""
     host_class: type[PreTrainedModel] = type(host)
-    parameters = [
-        parameter
-        for parameter in inspect.signature(host_class.generate).parameters.values()
-        if parameter.name != "self"
-    ]
-    first = parameters[0] if parameters else None
-    return first.name if first is not None and first.kind is first.POSITIONAL_OR_KEYWORD else "inputs"
+    parameters = inspect.signature(host_class.generate).parameters.values()
+    names = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD and each.name != "self"]
+    return names[0] if names else "inputs"
 
 
 def expansions_of(host: nn.Module, kwargs: Arguments) -> frozenset[int]:
@@ -199,7 +195,9 @@ def check_with_memory(host: nn.Module, call: Call, text: TextState) -> None:
     # Prompts of peft are in the cache before the text.
     peft = getattr(host, "active_peft_config", None)
     declared = call.arrivals is not None or getattr(peft, "is_prompt_learning", False)
-    if not declared and (text.past or (text.past is None and _has_state(cache))):
+    state = getattr(cache, "has_previous_state", False)
+    was_read = (state() if callable(state) else state) if text.past is None else text.past
+    if was_read and not declared:
         raise ConditionError(
             "the cache was read without a memory, or put together from other caches: read its tokens with memory=, or "
             "give arrived=, the slots that each token sees"
@@ -253,8 +251,3 @@ def check_without_memory(cache: object, explicit: bool) -> None:
         )
     for part in _parts(cache):
         vars(part).pop(READ, None)
-
-
-def _has_state(cache: object) -> bool:
-    state: object = getattr(cache, "has_previous_state", False)
-    return bool(state() if callable(state) else state)

@@ -135,7 +135,9 @@ def probe_before_text(model: AdaptedModel, sites: Sequence[Site]) -> Rotations:
             expected = _logits(host, ids, positions)[:, PASSAGE:]
             passage = _captured(host, modules, ids, positions[:, :PASSAGE])
             rotations = _rotations(host, modules, ids)
-            view = JoinedView(_as_slots(passage))
+            places = torch.arange(PASSAGE)[None]
+            slots = JoinedSlots(passage.keys, passage.values, places >= 0, places, torch.tensor([PASSAGE]))
+            view = JoinedView(slots)
             with attention_hooks(_listeners(modules, view)):
                 output = _logits(host, ids[:, PASSAGE:], view.shift_positions(positions[:, :TEXT]))
     except MmattnError:
@@ -247,12 +249,6 @@ def _listeners(
         return lambda x: view.apply(x, block, layer, 1.0)
 
     return {module: listener(layer) for layer, module in modules.items()}
-
-
-def _as_slots(captured: Capture) -> JoinedSlots:
-    length = next(iter(captured.keys.values())).shape[2]
-    real = torch.ones(1, length, dtype=torch.bool)
-    return JoinedSlots(captured.keys, captured.values, real, torch.arange(length)[None], torch.tensor([length]))
 
 
 def capture(model: AdaptedModel, name: str, captured: Capture, **inputs: Tensor) -> None:

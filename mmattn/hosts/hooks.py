@@ -108,14 +108,20 @@ class CrossAttentionHook(LayerHook):
         return joined if joined is x or step is None else replace(joined, masks=step.masks)
 
 
-class BeforeHost:
-    """A forward pre-hook of a host: asks the memories of the current call what this forward attends to."""
+class HostHooks:
+    """Hooks before and after the forward of a host, or of the model that peft has wrapped."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
         self._signatures: dict[type, Signature] = {type(model.host): signature_of(model.host)}
 
-    def __call__(self, host: nn.Module, args: Positional, kwargs: Arguments) -> tuple[Positional, Arguments] | None:
+    def install(self, host: nn.Module) -> list[Handle]:
+        """Hook a host, and return the handles."""
+        before = host.register_forward_pre_hook(self.before, with_kwargs=True)
+        return [before, host.register_forward_hook(self.after, always_call=True)]
+
+    def before(self, host: nn.Module, args: Positional, kwargs: Arguments) -> tuple[Positional, Arguments] | None:
+        """Ask the memories of the current call what this forward attends to."""
         traced = torch.compiler.is_compiling()
         if not traced and compiles():
             return self._before_graph(host, args, kwargs)
@@ -150,7 +156,40 @@ class BeforeHost:
         self, host: nn.Module, args: Positional, kwargs: Arguments
     ) -> tuple[Positional, Arguments] | None:
         note_blocks()
-        return self(host, args, kwargs)
+        return self.before(host, args, kwargs)
+
+    def after(self, host: nn.Module, args: Positional, output: object) -> None:
+        """See that memory reached every layer it was meant for, and end the forward, also when the host failed."""
+        if not torch.compiler.is_compiling() and compiles():
+            self._after_graph(host, args, output)
+            return
+        step = getattr(THREAD, "step", None)
+        if step is None or step.model is not self.model:
+            if is_compiled():
+                self.model.note_output(output)
+            return
+        if step.nested and step.module is not host:
+            step.nested -= 1
+            return
+        THREAD.step = step.outer
+        if output is None:
+            return
+        if not step.actions:  # of an encoder-decoder, whose encoder alone reads the memory
+            self.model.note_output(output)
+            return
+        for layer, _ in step.actions:
+            if layer not in step.visited:
+                if lost := self.model.lost_layers(step):
+                    self.model.check_reached(lost)
+                break
+        self.model.check_answer(step, output)
+
+    @torch._disable_dynamo
+    def _after_graph(self, host: nn.Module, args: Positional, output: object) -> None:
+        try:
+            self.after(host, args, output)
+        finally:
+            forget_blocks()
 
 
 def arguments_by_name(signature: Signature, args: Positional, kwargs: Keywords) -> tuple[Positional, Arguments]:
@@ -180,45 +219,6 @@ def refuse_misplaced(host: nn.Module, kwargs: Arguments) -> None:
                 f"{name}= was given to the host, {type(host).__name__}, which does not read it: pass it to the adapted "
                 "model that attach returned, or call the host inside its condition(memory)"
             )
-
-
-class AfterHost:
-    """Sees that memory reached every layer it was meant for, and ends the forward, also when the host failed."""
-
-    def __init__(self, model: Any) -> None:
-        self.model = model
-
-    def __call__(self, host: nn.Module, args: Positional, output: object) -> None:
-        if not torch.compiler.is_compiling() and compiles():
-            self._after_graph(host, args, output)
-            return
-        step = getattr(THREAD, "step", None)
-        if step is None or step.model is not self.model:
-            if is_compiled():
-                self.model.note_output(output)
-            return
-        if step.nested and step.module is not host:
-            step.nested -= 1
-            return
-        THREAD.step = step.outer
-        if output is None:
-            return
-        if not step.actions:  # of an encoder-decoder, whose encoder alone reads the memory
-            self.model.note_output(output)
-            return
-        for layer, _ in step.actions:
-            if layer not in step.visited:
-                if lost := self.model.lost_layers(step):
-                    self.model.check_reached(lost)
-                break
-        self.model.check_answer(step, output)
-
-    @torch._disable_dynamo
-    def _after_graph(self, host: nn.Module, args: Positional, output: object) -> None:
-        try:
-            self(host, args, output)
-        finally:
-            forget_blocks()
 
 
 def before_model(model: Any, args: Positional, kwargs: Arguments) -> tuple[Positional, Arguments] | None:
@@ -261,7 +261,7 @@ def leave_uncompiled(model: Any) -> list[Handle]:
         return []
     from torch._dynamo.eval_frame import skip_code
 
-    for function in (BeforeHost.__call__, AfterHost.__call__, before_model, after_model):
+    for function in (HostHooks.before, HostHooks.after, before_model, after_model):
         skip_code(function.__code__)
     return [
         model.register_forward_pre_hook(before_model, with_kwargs=True),

@@ -39,7 +39,7 @@ from mmattn.hosts.context import (
     check_not_required,
     prepared_for_graphs,
 )
-from mmattn.hosts.hooks import AfterHost, BeforeHost, CrossAttentionHook, leave_uncompiled
+from mmattn.hosts.hooks import CrossAttentionHook, HostHooks, leave_uncompiled
 from mmattn.hosts.keywords import check_keywords, keywords_of, shown_signature
 from mmattn.hosts.peft import host_attribute, inner_host, watch_peft
 from mmattn.hosts.saving import (
@@ -774,10 +774,7 @@ class AdaptedModel(nn.Module):
             (site.layer, site.position, site.module) for name in self.adapters for site in self.adapter(name).sites
         }
         self.hooked = {(layer, position): self.host.get_submodule(module) for layer, position, module in sorted(sites)}
-        hooks: list[Handle] = [
-            self.host.register_forward_pre_hook(BeforeHost(self), with_kwargs=True),
-            self.host.register_forward_hook(AfterHost(self), always_call=True),
-        ]
+        hooks = HostHooks(self).install(self.host)
         return hooks + [hook for site, module in self.hooked.items() for hook in self.hook_site(module, *site)]
 
     def hook_site(self, module: nn.Module, layer: int, position: str) -> list[Handle]:

@@ -53,7 +53,7 @@ from mmattn.hosts.causal_lm.generation import (
 )
 from mmattn.hosts.causal_lm.packing import keep_apart, packed_state
 from mmattn.hosts.context import NOTED, Call, ForwardStep, Handle, Keywords, Positional, refuse_reentrant
-from mmattn.hosts.hooks import AfterHost, BeforeHost
+from mmattn.hosts.hooks import HostHooks
 from mmattn.hosts.model import AdaptedModel
 from mmattn.hosts.peft import inner_host
 from mmattn.hosts.probe import find_layers, probe_adapter, random_ids, text_inputs
@@ -246,8 +246,7 @@ class AdaptedCausalLM(AdaptedModel):
         inner = inner_host(self.host)
         if inner is not self.host:
             # peft's generate calls the model inside its own.
-            hooks.append(inner.register_forward_pre_hook(BeforeHost(self), with_kwargs=True))
-            hooks.append(inner.register_forward_hook(AfterHost(self), always_call=True))
+            hooks += HostHooks(self).install(inner)
         vars(inner).pop("prepare_inputs_for_generation", None)
         reads_whole_text = any(self.adapter(name).traits.reads_whole_text for name in self.adapters)
         if reads_whole_text and hasattr(inner, "prepare_inputs_for_generation"):
@@ -441,12 +440,12 @@ class HeadlessHost:
                 self._check_trains()
                 return self._own(*args, **kwargs)
             # Adapters act as in a forward of the whole host.
-            output = None
-            args, kwargs = BeforeHost(model)(self._own, args, kwargs) or (args, kwargs)
+            output, hooks = None, HostHooks(model)
+            args, kwargs = hooks.before(self._own, args, kwargs) or (args, kwargs)
             try:
                 output = self._own(*args, **kwargs)
             finally:
-                AfterHost(model)(self._own, args, output)
+                hooks.after(self._own, args, output)
             return output
 
     def _check_trains(self) -> None:

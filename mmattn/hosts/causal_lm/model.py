@@ -243,7 +243,7 @@ class AdaptedCausalLM(AdaptedModel):
     def install_hooks(self) -> list[Handle]:
         """Hook the adapters to the host and its layers, and have `generate` note texts where memory follows them."""
         hooks = super().install_hooks()
-        inner = inner_host(self.host)
+        inner: Any = inner_host(self.host)
         if inner is not self.host:
             # peft's generate calls the model inside its own.
             hooks += HostHooks(self).install(inner)

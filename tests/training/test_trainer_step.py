@@ -12,7 +12,6 @@ from torch import nn
 from torch._dynamo.utils import counters
 from transformers import TrainingArguments
 
-import mmattn
 from mmattn import training
 from tests import tiny
 from tests.training import small_run
@@ -32,9 +31,7 @@ def run(folder: Path, model: Any, rows: list[training.Row], **arguments: Any) ->
 
 
 def attach(family: str = "llama", **changes: Any) -> Any:
-    torch.manual_seed(0)
-    host = tiny.make(family, vocab_size=VOCABULARY, **changes)
-    return mmattn.attach(host, mmattn.GatedAdapter(tiny.MEMORY_DIM, every=1, num_heads=2, head_dim=5))
+    return small_run.attach(tiny.make(family, vocab_size=VOCABULARY, **changes))
 
 
 def long_rows() -> list[training.Row]:

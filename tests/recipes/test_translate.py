@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,18 +12,7 @@ from mmattn import inspect
 from mmattn.errors import ConfigError, TextError
 
 pytest.importorskip("sacrebleu", reason="needs the extra `translate`")
-
-
-@pytest.fixture(scope="module")
-def recipe(load_files: Callable[..., SimpleNamespace]) -> SimpleNamespace:
-    names = ("settings", "dates", "data", "model", "writing", "train")
-    return load_files("translate", *names)
-
-
-@pytest.fixture(scope="module")
-def run(finished: Callable[[str], Path]) -> Path:
-    """A finished run of a few steps."""
-    return finished("translate")
+RECIPE = "translate"
 
 
 def test_what_is_held_out_stands_in_no_training(recipe: SimpleNamespace) -> None:

@@ -31,6 +31,7 @@ from hypothesis import settings
 from mmattn.hosts import AdaptedCausalLM
 from tests import tiny
 from tests.retrieval import databases
+from tests.tiny_texts import save_encoder
 
 ROOT = Path(__file__).resolve().parent.parent
 atexit.register(shutil.rmtree, os.environ["HF_DATASETS_CACHE"], ignore_errors=True)
@@ -91,6 +92,13 @@ def model() -> AdaptedCausalLM:
 def ids() -> torch.Tensor:
     """Token ids (3, 7)."""
     return tiny.text(3, 7)
+
+
+@pytest.fixture(scope="session")
+def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tiny encoder of texts."""
+    torch.manual_seed(11)
+    return save_encoder(tmp_path_factory.mktemp("bert"))
 
 
 @pytest.fixture(scope="session")

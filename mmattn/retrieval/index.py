@@ -11,7 +11,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from mmattn.errors import ConfigError, ShapeError, check_float, check_int
+from mmattn.errors import ConfigError, ShapeError, check_int
 from mmattn.memory import Memory
 from mmattn.retrieval.attention_search import IndexMemory, SearchStructures
 from mmattn.retrieval.embedding_space import EmbeddingSpace, Encoder
@@ -270,8 +270,6 @@ class Index:
             ConfigError: no entry has a key of the filter.
         """
         check_int("top_k", top_k)
-        if score_threshold is not None:
-            check_float("score_threshold", score_threshold)
         values = self.space.queries(queries, self.device)
         with torch.autocast(values.device.type, enabled=False):
             with torch.no_grad():

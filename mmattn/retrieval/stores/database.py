@@ -165,8 +165,9 @@ class DatabaseStore(ABC):
     @abstractmethod
     def _insert(self, rows: list[Row]) -> None: ...
 
-    @abstractmethod
-    def _replace(self, rows: list[Row]) -> None: ...
+    def _replace(self, rows: list[Row]) -> None:
+        self._delete([row.id for row in rows])
+        self._insert(rows)
 
     @abstractmethod
     def _nearest(self, queries: Tensor, count: int, facts: list[list[str]]) -> list[list[Row]]:

@@ -6,10 +6,11 @@ import contextlib
 import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from mmattn.errors import ConfigError, ShapeError, check_int
 from mmattn.memory import Memory

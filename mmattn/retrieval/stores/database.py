@@ -8,12 +8,13 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import torch
 from pydantic import BaseModel, Field, NonNegativeInt
 from safetensors.torch import load, save
 from torch import Tensor
+from typing_extensions import Self
 
 from mmattn.errors import AdapterFileError, ConfigError, IndexFileError
 from mmattn.retrieval.entries import MAX_METADATA, Entries, Filter, Id, check_keys, values_of, write_entries

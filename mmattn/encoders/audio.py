@@ -203,10 +203,8 @@ class AudioEncoder(SoundEncoder):
     def _states(self, wave: Tensor) -> tuple[Tensor, float]:
         """Return states (times, bands, e) of a waveform without its padding, and the samples between two states."""
         inputs = self._features(wave)
-        mask, lengths = (
-            inputs.pop("attention_mask", None),
-            getattr(self.model, "_get_feat_extract_output_lengths", None),
-        )
+        mask = inputs.pop("attention_mask", None)
+        lengths = getattr(self.model, "_get_feat_extract_output_lengths", None)
         real = None if mask is None else int(mask.sum() if lengths is None else lengths(mask.sum()))
         if real is not None and real < 1:
             return torch.zeros(0, 1, self.dim, dtype=self.dtype, device=self.device), 1.0

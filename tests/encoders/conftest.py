@@ -1,4 +1,4 @@
-"""Small pictures and small CLIPs for the encoders' tests."""
+"""Small pictures, text encoders and CLIPs for the encoders' tests."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
+from tests.tiny_texts import save_encoder
+
 
 @pytest.fixture
 def picture() -> Image.Image:
@@ -20,6 +22,13 @@ def picture() -> Image.Image:
     y, x = np.mgrid[0:47, 0:61].astype(np.float64)
     channels = [255 * x / 61, 255 * y / 47, 127 + 120 * np.sin(x / 9 + y / 13)]
     return Image.fromarray(np.stack(channels, -1).round().astype(np.uint8))
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A text encoder of the family of BERT."""
+    torch.manual_seed(11)
+    return save_encoder(tmp_path_factory.mktemp("bert"))
 
 
 @pytest.fixture

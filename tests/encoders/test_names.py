@@ -14,18 +14,11 @@ from mmattn.encoders.text import load_text_encoder
 from mmattn.errors import AdapterFileError, ConfigError, ShapeError, TextError
 from mmattn.storage.safetensors import read_tensors, write_tensors
 from tests.cli.running import call
-from tests.tiny_texts import save_encoder
 
 CITIES = ["Lima", "Quito", "La Paz", "Bogotá", "Asunción", "Caracas", "Brasília", "Montevideo", "Santiago"]
 TITLES = [f"currency of {name}" for name in CITIES]
 QUESTIONS = [f"What pays {name}?" for name in CITIES]
 WIDTH = 29
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(11)
-    return save_encoder(tmp_path_factory.mktemp("bert"))
 
 
 @pytest.fixture

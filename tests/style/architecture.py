@@ -47,16 +47,16 @@ BUDGETS = {
     "adapters": 6_690,  # goal 5,600
     "hosts": 8_180,  # goal 7,000
     "kv_store": 1_610,
-    "encoders": 3_190,  # goal 2,700
-    "retrieval": 3_910,  # goal 3,400
-    "models": 760,  # goal 700
+    "encoders": 3_160,  # goal 2,700
+    "retrieval": 3_900,  # goal 3,400
+    "models": 750,  # goal 700
     "data": 1_530,  # goal 1,500
     "training": 2_360,  # goal 1,700
     "inspect": 2_380,  # goal 2,100
     "pipelines": 1_940,  # goal 2,000
     "serving": 2_170,  # goal 2,000
     "evaluation": 200,
-    "storage": 900,
+    "storage": 890,
     "testing": 1_610,
     "cli": 1_110,  # goal 940
     "recipes": 390,  # goal 360

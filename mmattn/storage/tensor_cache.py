@@ -140,7 +140,11 @@ class KeyValueCache:
         entry, tensors = self._entries.get(adapter), self._tensors()
         if entry is None or not entry.holds(tensors):
             entry = self._entries[adapter] = _Entry(adapter, tensors)
-        return entry.values.setdefault(autocast_dtype(entry.device), {})
+        dtype = torch.get_autocast_dtype(entry.device) if torch.is_autocast_enabled(entry.device) else None
+        values = entry.values.get(dtype)
+        if values is None:
+            values = entry.values[dtype] = {}
+        return values
 
     def get(self, adapter: nn.Module, key: Hashable, compute: Callable[[], T]) -> T:
         """Return the value of a key for an adapter, cached or computed now without gradients."""

@@ -18,15 +18,15 @@ from mmattn.errors import ConfigError
 from tests.data.encoded_rows import picture
 
 
-def lines(path: Path, *rows: dict[str, Any]) -> Path:
-    """Rows as lines of JSON."""
-    path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-    return path
-
-
 def read(path: str | Path, **options: Any) -> Any:
     """The training rows."""
     return training.read_rows(path, **{"split": "train", **options})
+
+
+def lines(path: Path, *given: Any) -> Path:
+    """Objects, or what is to stand in a line, one for each line."""
+    path.write_text("\n".join(one if isinstance(one, str) else json.dumps(one) for one in given), encoding="utf-8")
+    return path
 
 
 class TestFiles:

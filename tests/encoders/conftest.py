@@ -1,4 +1,4 @@
-"""Small pictures, text encoders and CLIPs for the encoders' tests."""
+"""Small pictures and small CLIPs for the encoders' tests."""
 
 from __future__ import annotations
 
@@ -7,28 +7,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from PIL import Image
 from safetensors.torch import save_file
 
-from tests.tiny_texts import save_encoder
+from tests.encoders.pieces import drawing
 
 
 @pytest.fixture
 def picture() -> Image.Image:
-    """A coloured picture without any symmetry."""
-    y, x = np.mgrid[0:47, 0:61].astype(np.float64)
-    channels = [255 * x / 61, 255 * y / 47, 127 + 120 * np.sin(x / 9 + y / 13)]
-    return Image.fromarray(np.stack(channels, -1).round().astype(np.uint8))
-
-
-@pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A text encoder of the family of BERT."""
-    torch.manual_seed(11)
-    return save_encoder(tmp_path_factory.mktemp("bert"))
+    return drawing()
 
 
 @pytest.fixture

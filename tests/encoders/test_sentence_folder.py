@@ -108,10 +108,10 @@ KINDS: dict[str, tuple[str, list[Any], dict[str, Any]]] = {
 
 
 @pytest.fixture
-def make(folder: Path, qwen: Path, tmp_path: Path) -> Callable[[str], Path]:
+def make(bert: Path, qwen: Path, tmp_path: Path) -> Callable[[str], Path]:
     def build(name: str) -> Path:
         inner, parts, options = KINDS[name]
-        return save({"bert": folder, "qwen": qwen}[inner], tmp_path / name, parts, **options)
+        return save({"bert": bert, "qwen": qwen}[inner], tmp_path / name, parts, **options)
 
     return build
 

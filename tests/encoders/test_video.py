@@ -37,19 +37,19 @@ def filmed(count: int = 50, kind: str = "mp4", codec: str = "mpeg4", *, first: i
 
 
 def film_of(
-    frames: list[Any], kind: str, codec: str, form: str = "yuv420p", rate: int = 4, start: int = 0, aspect: Any = None
+    frames: list[Any], kind: str, codec: str, form: str = "yuv420p", start: int = 0, aspect: Any = None, rate: int = 4
 ) -> bytes:
-    """A film of frames, the first one shown late by so many frames."""
+    """A video of frames, of which the first is shown after `start` others would have been."""
     file = io.BytesIO()
     with av.open(file, "w", format=kind) as container:
         stream = container.add_stream(codec, rate=rate)
         stream.width, stream.height, stream.pix_fmt = frames[0].shape[1], frames[0].shape[0], form
         if aspect is not None:
             stream.codec_context.sample_aspect_ratio = aspect
-        for number, pixels in enumerate(frames, start):
+        for number, pixels in enumerate(frames):
             frame = av.VideoFrame.from_ndarray(pixels, format="rgba" if pixels.shape[2] == 4 else "rgb24")
             frame = frame.reformat(format=form)
-            frame.pts = number
+            frame.pts = number + start
             container.mux(stream.encode(frame))
         container.mux(stream.encode())
     return file.getvalue()

@@ -48,16 +48,16 @@ BUDGETS = {
     "adapters": 6_690,  # goal 5,600
     "hosts": 8_050,  # goal 7,000
     "kv_store": 1_560,
-    "encoders": 3_190,  # goal 2,700
-    "retrieval": 3_910,  # goal 3,400
-    "models": 760,  # goal 700
+    "encoders": 3_160,  # goal 2,700
+    "retrieval": 3_900,  # goal 3,400
+    "models": 750,  # goal 700
     "data": 1_530,  # goal 1,500
     "training": 2_330,  # goal 1,700
     "inspect": 2_330,  # goal 2,100
     "pipelines": 1_920,  # goal 2,000
     "serving": 2_130,  # goal 2,000
     "evaluation": 200,
-    "storage": 900,
+    "storage": 890,
     "testing": 1_610,
     "cli": 1_090,  # goal 940
     "recipes": 390,  # goal 360

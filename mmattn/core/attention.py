@@ -53,11 +53,6 @@ class AttentionOutput:
         sizes = (*self.output.shape[:3], 1)
         return self.output.new_ones(sizes, dtype=torch.bool) if self.visible is None else self.visible.expand(sizes)
 
-    def scaled_weights(self, share: Tensor) -> Tensor:
-        """Return the weights times a share (b, h, l, 1), in their dtype."""
-        assert self.weights is not None
-        return (share * self.weights).to(self.weights.dtype)
-
     def fill(self, queries: Tensor, value: float, log_sum_exp: float) -> None:
         """Set output and weights of some queries, broadcastable to (b, h, l, 1), to a value."""
         self.output = self.output.masked_fill(queries, value)

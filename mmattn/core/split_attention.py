@@ -52,7 +52,8 @@ class KeyValueParts(AttendableMemory):
         whole = AttentionOutput(output.masked_fill(~visible, 0), None, total, visible)
         if return_weights:
             shares = [(one - total).exp().masked_fill(~visible, 0) for one in totals]
-            whole.weights = torch.cat([one.scaled_weights(by) for one, by in zip(results, shares, strict=True)], -1)
+            weights = [one.weights for one in results if one.weights is not None]
+            whole.weights = torch.cat([(by * one).to(one.dtype) for by, one in zip(shares, weights, strict=True)], -1)
         return whole
 
     def _merge(self, outputs: list[Tensor], totals: list[Tensor]) -> tuple[Tensor, Tensor]:

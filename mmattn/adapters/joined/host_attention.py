@@ -23,12 +23,12 @@ from mmattn.errors import ConditionError
 
 @dataclass(frozen=True)
 class ExtraSlots:
-    """Keys and values beside those of the text; the arguments of `HostAttention.join`."""
+    """Keys and values beside those of the text."""
 
     key: Tensor
     value: Tensor
-    mask: Tensor | None = None
-    sees: Tensor | None = None
+    mask: Tensor | None = None  # of slots, bool or added to the scores
+    sees: Tensor | None = None  # (b, l) tokens that attend to any slot; None for all
     adapter_scale: float = 1.0
     gate: Tensor | None = None
 
@@ -65,22 +65,14 @@ class HostAttention:
         window = self.options.get("sliding_window")
         return window if isinstance(window, int) else None
 
-    def join(
-        self,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        sees: Tensor | None = None,
-        adapter_scale: float = 1.0,
-        gate: Tensor | None = None,
-    ) -> HostAttention:
+    def join(self, slots: ExtraSlots) -> HostAttention:
         """Return this attention with further slots."""
         if self.options.get("cache") is not None:
             raise ConditionError(
                 "keys and values of a memory are joined with those of a paged cache where the host's attention is "
                 "'sdpa': host.set_attn_implementation('sdpa')"
             )
-        return replace(self, slots=(*self.slots, ExtraSlots(key, value, mask, sees, adapter_scale, gate)))
+        return replace(self, slots=(*self.slots, slots))
 
     def result(self) -> tuple[Tensor, Tensor | None]:
         """Compute the attention: (b, l, h, v), and its weights if the host asks for them."""
@@ -248,13 +240,12 @@ class JoinSlots(nn.Module):
         return_weights: bool = False,
     ) -> HostAttention | tuple[HostAttention, Tensor]:
         """Return the attention with slots (`HostAttention.join`); on request also their weights (b, h, l, m)."""
-        mask = self.score_mask(attention_mask, key.shape[2])
-        gate = None if self.gate is None else self.gate()
-        joined = x.join(key, value, mask, sees, adapter_scale, gate)
-        return (joined, x.weights(joined.slots[-1])) if return_weights else joined
+        mask, gate = self.score_mask(attention_mask, key.shape[2]), None if self.gate is None else self.gate()
+        slots = ExtraSlots(key, value, mask, sees, adapter_scale, gate)
+        return (x.join(slots), x.weights(slots)) if return_weights else x.join(slots)
 
     def score_mask(self, attention_mask: Tensor | None, slots: int) -> Tensor | None:
-        """Return the mask of `m` slots, as `HostAttention.join` takes it."""
+        """Return the mask of slots as `ExtraSlots` has it."""
         return attention_mask
 
 

@@ -17,7 +17,8 @@ from torch.nn.attention.bias import causal_lower_right
 
 from mmattn.adapters.gated.block import Gate
 from mmattn.adapters.text_state import Keywords
-from mmattn.core.attention import attend, fused_for_groups
+from mmattn.core.attention import attend, grouped_sdpa
+from mmattn.core.attention_inputs import additive_mask
 from mmattn.errors import ConditionError
 
 
@@ -146,11 +147,11 @@ class HostAttention:
         key, value = joined([one.key for one in slots], self.key), joined([one.value for one in slots], self.value)
         if self._is_causal and all(one.mask is None for one in slots) and self._has_causal_kernel(key, value):
             causal = causal_lower_right(self.query.shape[2], key.shape[2])
-            return replace(self, function=_grouped_sdpa, key=key, value=value, mask=causal)
+            return replace(self, function=grouped_sdpa, key=key, value=value, mask=causal)
         mask = self._mask_with(slots)
         # Beside a mask transformers copies keys for each head of a group, which the kernel of the CPU does not need.
         is_grouped = mask is not None and key.shape[1] != self.query.shape[1] and self.query.shape[2] > 1
-        function = _grouped_sdpa if is_grouped and self._is_plain_sdpa and key.device.type == "cpu" else self.function
+        function = grouped_sdpa if is_grouped and self._is_plain_sdpa and key.device.type == "cpu" else self.function
         return replace(self, function=function, key=key, value=value, mask=mask)
 
     @property
@@ -181,7 +182,7 @@ class HostAttention:
         if mask is None or mask.is_floating_point() or not self.is_sdpa:
             return mask
         # What torch adds to the scores, and would compute from a bool mask in each layer.
-        return _added_to_scores(mask, self.query.dtype, -torch.inf)
+        return torch.zeros_like(mask, dtype=self.query.dtype).masked_fill_(~mask, -torch.inf)
 
     def _joined_mask(self, slots: Sequence[ExtraSlots], text_mask: Tensor) -> Tensor:
         """Return the mask of slots and text: bool, or float if one of them is."""
@@ -194,7 +195,7 @@ class HostAttention:
         masks.append(text_mask)
         if any(one.is_floating_point() for one in masks):
             dtype = text_mask.dtype if text_mask.is_floating_point() else self.query.dtype
-            masks = [_added_to_scores(one, dtype) for one in masks]
+            masks = [one.to(dtype) if one.is_floating_point() else additive_mask(one, dtype) for one in masks]
         rows = len(self.query) if any(len(one) == len(self.query) for one in masks) else 1
         shape = rows, text_mask.shape[1], self.query.shape[2]
         return torch.cat([one.expand(*shape, -1) for one in masks], -1)
@@ -251,25 +252,3 @@ class JoinSlots(nn.Module):
 
 def _is_float(mask: Tensor | None) -> bool:
     return mask is not None and mask.is_floating_point()
-
-
-def _added_to_scores(mask: Tensor, dtype: torch.dtype, hidden: float | None = None) -> Tensor:
-    """Return a mask as numbers added to scores: 0 for a visible key, else `hidden`, or the least of the dtype."""
-    if mask.is_floating_point():
-        return mask.to(dtype)
-    hidden = torch.finfo(dtype).min if hidden is None else hidden
-    return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, hidden)
-
-
-def _grouped_sdpa(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    **options: object,
-) -> tuple[Tensor, None]:
-    """Compute attention as the function of transformers does, without a copy of keys and values for each head."""
-    return fused_for_groups(query, key, value, mask, dropout, scaling).transpose(1, 2).contiguous(), None

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mmattn import attend, masks
@@ -25,12 +25,7 @@ from tests.core.random_inputs import (
     compare_attend as compare,
     make_heads as make,
 )
-from tests.reference import (
-    assert_close,
-    attend_reference,
-    cross_attention_reference,
-    gradients,
-)
+from tests.reference import assert_close, attend_reference, gradients
 
 HEADS = [(5, 5), (6, 2), (3, 1)]
 
@@ -336,22 +331,3 @@ def test_null_slot_takes_its_share_and_rescues_nobody() -> None:
     assert_close(out[0], expected[0].detach(), torch.float64)
     assert weights[0].sum(-1).lt(1).all()
     assert not out[1].any()
-
-
-@pytest.mark.parametrize("bias", [False, True])
-def test_the_layer_equals_multihead_attention(bias: bool) -> None:
-    b, l, m, d, e, h = 2, 5, 7, 12, 11, 3
-    layer = nn.MultiheadAttention(d, h, bias=bias, kdim=e, vdim=e, batch_first=True, dtype=torch.float64)
-    x, memory = heads((b, l, d), (b, m, e))
-    mask = masks.padding([7, 3], m).tensor[:, 0, 0]
-    state = {f"{n}_proj.weight": getattr(layer, f"{n}_proj_weight") for n in "qkv"}
-    state["out_proj.weight"] = layer.out_proj.weight
-    if bias:
-        nn.init.normal_(layer.in_proj_bias)
-        nn.init.normal_(layer.out_proj.bias)
-        state |= {f"{n}_proj.bias": part for n, part in zip("qkv", layer.in_proj_bias.chunk(3), strict=True)}
-        state["out_proj.bias"] = layer.out_proj.bias
-    expected, expected_weights = layer(x, memory, memory, key_padding_mask=~mask, average_attn_weights=False)
-    out, weights = cross_attention_reference(state, x, memory, num_heads=h, mask=mask)
-    assert_close(out, expected.detach(), torch.float64)
-    assert_close(weights, expected_weights.detach(), torch.float64)

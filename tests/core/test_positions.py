@@ -13,11 +13,9 @@ from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
-import mmattn
 from mmattn import positions
 from mmattn.errors import ConfigError, ShapeError
-from tests.core.random_inputs import named_weights
-from tests.reference import assert_close, cross_attention_reference, rotary_reference
+from tests.reference import assert_close, rotary_reference
 
 
 class TestSinusoidal:
@@ -74,16 +72,6 @@ class TestRotary:
         upstream = torch.randn_like(turned)
         ours, theirs = (torch.autograd.grad(out, x, upstream)[0] for out in (turned, expected))
         assert_close(ours, theirs, torch.float64, "grad")
-
-    def test_cross_attention_over_time_row_and_column(self) -> None:
-        b, l, d, e, h, k = 2, 3, 23, 19, 2, 18
-        layer = mmattn.CrossAttention(d, e, h, head_dim=k, rotary=positions.Rotary(k, axes=3))
-        x, memory = torch.randn(b, l, d), torch.randn(b, 20, e)
-        at = {"query_positions": torch.rand(b, l, 3) * 5, "memory_positions": torch.rand(20, 3) * 5}
-        expected, _ = cross_attention_reference(
-            named_weights(layer), x, memory, num_heads=h, rotary_base=10000.0, axes=3, **at
-        )
-        assert_close(layer(x, memory, **at), expected, torch.float32)
 
     def test_on_a_grid_the_first_pairs_turn_by_row_and_the_others_by_column(self) -> None:
         k = 20

@@ -168,7 +168,11 @@ class HostAttention:
     def _mask_with(self, slots: Sequence[ExtraSlots]) -> Tensor | None:
         """Return the mask of slots and text, once for the layers of a forward; None if everything is visible."""
         masks = [one.mask for one in slots]
-        if self.masks is None or torch.compiler.is_compiling() or any(_is_float(one) for one in masks):
+        if (
+            self.masks is None
+            or torch.compiler.is_compiling()
+            or any(one is not None and one.is_floating_point() for one in masks)
+        ):
             return self._make_mask(slots)
         sizes = *self.query.shape, self.key.shape[2], *(one.key.shape[2] for one in slots)
         key = id(self.mask), *map(id, masks), sizes, self.query.dtype, self.query.device, self._is_causal, self.is_sdpa
@@ -177,15 +181,10 @@ class HostAttention:
         return self.masks[key][0]
 
     def _make_mask(self, slots: Sequence[ExtraSlots]) -> Tensor | None:
+        """Return the mask of slots and text: bool, or float if one of them is or torch adds it to the scores."""
         text_mask = self._text_mask(any(one.mask is not None for one in slots))
-        mask = None if text_mask is None else self._joined_mask(slots, text_mask)
-        if mask is None or mask.is_floating_point() or not self.is_sdpa:
-            return mask
-        # What torch adds to the scores, and would compute from a bool mask in each layer.
-        return torch.zeros_like(mask, dtype=self.query.dtype).masked_fill_(~mask, -torch.inf)
-
-    def _joined_mask(self, slots: Sequence[ExtraSlots], text_mask: Tensor) -> Tensor:
-        """Return the mask of slots and text: bool, or float if one of them is."""
+        if text_mask is None:
+            return None
         masks = [
             torch.ones(1, 1, 1, one.key.shape[2], dtype=torch.bool, device=text_mask.device)
             if one.mask is None
@@ -197,8 +196,11 @@ class HostAttention:
             dtype = text_mask.dtype if text_mask.is_floating_point() else self.query.dtype
             masks = [one.to(dtype) if one.is_floating_point() else additive_mask(one, dtype) for one in masks]
         rows = len(self.query) if any(len(one) == len(self.query) for one in masks) else 1
-        shape = rows, text_mask.shape[1], self.query.shape[2]
-        return torch.cat([one.expand(*shape, -1) for one in masks], -1)
+        mask = torch.cat([one.expand(rows, text_mask.shape[1], self.query.shape[2], -1) for one in masks], -1)
+        if mask.is_floating_point() or not self.is_sdpa:
+            return mask
+        # What torch adds to the scores, and would compute from a bool mask in each layer.
+        return torch.zeros_like(mask, dtype=self.query.dtype).masked_fill_(~mask, -torch.inf)
 
     @property
     def _is_causal(self) -> bool:
@@ -248,7 +250,3 @@ class JoinSlots(nn.Module):
     def score_mask(self, attention_mask: Tensor | None, slots: int) -> Tensor | None:
         """Return the mask of slots as `ExtraSlots` has it."""
         return attention_mask
-
-
-def _is_float(mask: Tensor | None) -> bool:
-    return mask is not None and mask.is_floating_point()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from types import SimpleNamespace
 
@@ -289,8 +290,15 @@ def generate(model, ids, **kwargs):
 
 @families
 def test_with_a_cache_as_without(family):
-    s, library = written_alone(family), Library()
-    got = generate(s.model, s.ids, memory=library)
+    """Keys and values of a chunk are computed once."""
+    s, library, projected = written_alone(family), Library(), []
+    adapter = s.model.adapters["default"]
+    with contextlib.ExitStack() as hooks:
+        for layer in (0, 2):
+            hook = adapter.attention(layer).kv_proj.k_proj.register_forward_hook
+            hooks.enter_context(hook(lambda _, args, out: projected.append(args[0].shape[0])))
+        got = generate(s.model, s.ids, memory=library)
+    assert sum(projected) == 2 * len(library.chunks) and len(library.chunks) > 3 * ROWS
     assert torch.equal(got, s.rows) and not torch.equal(got, s.own)
     # Each chunk was asked for once, as soon as it was complete: all those of the prompt, then those that followed.
     text = torch.cat([s.ids, got], 1)
@@ -301,22 +309,6 @@ def test_with_a_cache_as_without(family):
     again = Library()
     assert torch.equal(generate(s.model, s.ids, memory=again, use_cache=False), s.rows)
     assert again.chunks == library.chunks
-
-
-@families
-def test_keys_and_values_are_made_once_per_chunk(family):
-    s, rows = written_alone(family), []
-    hooks = [
-        s.model.adapters["default"]
-        .attention(layer)
-        .kv_proj.k_proj.register_forward_hook(lambda _, args, out: rows.append(args[0].shape[0]))
-        for layer in (0, 2)
-    ]
-    library = Library()
-    generate(s.model, s.ids, memory=library)
-    for hook in hooks:
-        hook.remove()
-    assert sum(rows) == 2 * len(library.chunks) and len(library.chunks) > 3 * ROWS
 
 
 @families

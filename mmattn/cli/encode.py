@@ -197,7 +197,7 @@ def build_index(
         unread = _write_chunks(folders[0], chunks, skip_broken)
         files, id_field = [chunks], "id"
         if unread:
-            typer.echo(f"{len(unread)} files left out:\n{first_few(unread)}", err=True)
+            typer.echo(f"files left out ({len(unread)}):\n{first_few(unread)}", err=True)
     rows, left_out = embed_corpus(files, shards, text_encoder, field=field, id_field=id_field, skip_broken=skip_broken)
     vectors = torch.cat(list(rows.with_format("torch")["memory"]))
     texts, metadata = list(rows["text"]), [json.loads(about) for about in rows["metadata"]]
@@ -207,7 +207,7 @@ def build_index(
     chunks.unlink(missing_ok=True)
     typer.echo(f"{index} in {out}")
     if left_out:
-        typer.echo(f"{len(left_out)} lines left out, because they cannot be used:\n{first_few(left_out)}")
+        typer.echo(f"lines left out, because they cannot be used ({len(left_out)}):\n{first_few(left_out)}")
     if host is not None:
         _read_by(host, encoder, texts, out.with_name(f"{out.name}.passages"))
 
@@ -271,7 +271,7 @@ def _read(path: Path) -> str:
     page = _Page()
     page.feed(text)
     page.close()
-    return "".join(page.parts)
+    return "\n".join(line for line in map(str.strip, "".join(page.parts).splitlines()) if line)
 
 
 class _Page(HTMLParser):

@@ -61,16 +61,20 @@ def doctor(
     from mmattn.inspect.doctor.questions import plain_pictures
     from mmattn.inspect.doctor.report import Report
     from mmattn.inspect.doctor.run import diagnose, doctor as examine
+    from mmattn.models import resolve
     from mmattn.storage.files import write_text
 
     if (folder, model, url).count(None) != 2:
         raise ConfigError("doctor examines an adapter's folder, --model or --url: give exactly one")
     if folder is not None and any((data, questions, batch_size)):
-        raise ConfigError("--data, --questions and --batch-size are for --model and --url, not for a folder")
+        raise ConfigError(
+            f"--data, --questions and --batch-size are for a model that is asked: give --model {folder} instead of "
+            f"{folder}"
+        )
     if folder is None and host is not None:
         raise ConfigError("--host is for the folder of an adapter; --model and --url name what is asked")
     if folder is not None:
-        report: Report = diagnose(folder, host)
+        report: Report = diagnose(resolve(str(folder)), None if host is None else resolve(host))
     else:
         subject, processor = (url, None) if model is None else _subject(model)
         count, rows = questions or (64 if url is None else 40), plain_pictures() if data is None else data

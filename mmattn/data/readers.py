@@ -265,11 +265,16 @@ def _check_columns(
     needed = {"text", "label"} if host == "language" else {"image"}
     if not wrong and needed & set(chosen) and not {"text", "label"} <= set(chosen):
         return
+    if names == ["image"] and not wrong:
+        raise ConfigError(
+            f"the pictures of {path} have no texts: write metadata.jsonl with a line for each picture, put a .txt of "
+            "the same name beside each, or sort them into a folder for each class"
+        )
     fault = "both a text and a label" if {"text", "label"} <= set(chosen) else f"nothing for {min(needed)}"
     raise ConfigError(
         f"the columns of {path} are {', '.join(names)}, and the rows of this host have {', '.join(COLUMNS[host])}: "
-        f"{', '.join(wrong) or fault} does not fit; name them, columns={{text: NAME, …}}, "
-        "or columns={{label: NAME, …}} for classes"
+        f"{', '.join(wrong) or fault} does not fit; give columns={{'text': NAME}}, --columns text=NAME in a command, "
+        "or label instead of text for classes"
     )
 
 

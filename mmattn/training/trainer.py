@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -213,12 +214,26 @@ class AdapterTrainer(Trainer):
             return is_close(chunked_nats(model, kwargs, kwargs["input_ids"]).mean(), loss)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: object, **kwargs: object) -> object:
-        """Train; with True, from the last complete checkpoint, or from the start without one."""
+        """Train; with True, from the last complete checkpoint, or from the start without one.
+
+        Warns if every gradient was 0, as without a memory in any batch.
+        """
         if resume_from_checkpoint is True:
             resume_from_checkpoint = last_complete(Path(self.args.output_dir))
         # A checkpoint holds the calibration of the run that is resumed.
         self._calibrates = self.calibrate and not resume_from_checkpoint
-        return super().train(resume_from_checkpoint, *args, **kwargs)
+        output = super().train(resume_from_checkpoint, *args, **kwargs)
+        state: Any = {} if self.optimizer is None or self.args.world_size > 1 else self.optimizer.state
+        moments = [
+            value for kept in state.values() for value in kept.values() if isinstance(value, Tensor) and value.dim()
+        ]
+        if moments and not any(bool(value.any()) for value in moments):
+            warnings.warn(
+                f"every gradient was 0, so nothing was trained. Give the batches a memory: they have only "
+                f"{', '.join(self._names)}",
+                stacklevel=2,
+            )
+        return output
 
     def _inner_training_loop(self, *args: object, **kwargs: object) -> object:
         """Train the model, which `model_init` may just have made, with its caches off and 4-bit weights as stored."""
@@ -239,9 +254,10 @@ class AdapterTrainer(Trainer):
             if cached is not None:
                 config.use_cache = cached
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
         """Learn a micro-batch; NonFiniteError where the loss can be read without a wait, and is NaN or infinite."""
-        loss: Tensor = super().training_step(*args, **kwargs)
+        self._names = list(inputs)
+        loss: Tensor = super().training_step(model, inputs, *args, **kwargs)
         if self._replicated and self.accelerator.sync_gradients:
             gradients = [parameter.grad for parameter in self._replicated]
             together = parameters_to_vector(gradients)

@@ -117,10 +117,10 @@ class TestWords:
         (tmp_path / "site" / "b.pdf").write_bytes(b"%PDF-1.4 broken")
         words = ["index", "build", tmp_path / "site", "-o", tmp_path / "index", "--skip-broken"]
         code, _, err = call(capsys, *words)
-        assert code == 0 and "1 files left out:\n  b.pdf: " in err and ("mmattn[pdf]" in err or "readable PDF" in err)
+        assert code == 0 and "files left out (1):\n  b.pdf: " in err and ("mmattn[pdf]" in err or "readable PDF" in err)
         (name,) = Index.load(tmp_path / "index").ids
-        words = Index.load(tmp_path / "index")[name].text.split()
-        assert words == ["Opening", "Café", "Luna", "It", "closes", "at", "nine.", "It", "opens", "at", "six."]
+        lines = Index.load(tmp_path / "index")[name].text.split("\n")
+        assert lines == ["Opening", "Café Luna", "It closes at nine.", "It opens at\xa0six."]
 
     def test_a_pdf(self, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         pytest.importorskip("pypdf", reason="pypdf is not installed; it comes with mmattn[pdf]")
@@ -165,7 +165,7 @@ class TestWords:
         code, _, err = call(capsys, "index", "build", tmp_path / "texts", "-o", tmp_path / "index", "--skip-broken")
         assert code == 0, err
         named = "c.png: not one of .txt, .md, .rst, .html, .htm, .pdf\n  d.txt: empty\n  e.txt: not UTF-8\n"
-        assert f"3 files left out:\n  {named}" in err
+        assert f"files left out (3):\n  {named}" in err
         index = Index.load(tmp_path / "index")
         assert {index[name].metadata["source"] for name in index.ids} == {"a.txt", "more/b.md"}
         assert sorted(path.name for path in tmp_path.iterdir()) == ["index", "texts"]
@@ -312,6 +312,13 @@ class TestAdapters:
         code, _, err = call(capsys, "caption", "flower.png", "--adapter", toy)
         assert code == 2 and "has no adapter_config.json" in err and "config.yaml" in err
         assert call(capsys, "doctor", "absent")[0] == 1
+
+    def test_doctor_finds_installed_assets_from_any_folder(
+        self, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        code, out, _ = call(capsys, "doctor", "assets/rag/adapter", "--host", "assets/rag")
+        assert code == 0 and "those it was trained on" in out
 
 
 class TestShelf:

@@ -134,7 +134,7 @@ class TestFolders:
 
     def test_pictures_without_texts(self, tmp_path: Path) -> None:
         picture(tmp_path, "a.png")
-        with pytest.raises(ConfigError, match="columns of .* are image,.*nothing for"):
+        with pytest.raises(ConfigError, match="pictures of .* have no texts: .*metadata.jsonl.*\\.txt"):
             read(tmp_path)
         assert len(read(tmp_path, host="unet")) == 1
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -128,3 +130,13 @@ def test_the_best_weights_are_there_at_the_end(tmp_path: Path) -> None:
     assert chosen.name != "checkpoint-6"
     kept, _ = mmattn.training.trainer.read_tensors(chosen / "trained.safetensors", "mmattn-trained")
     assert all(torch.equal(value, kept[f"adapters.{name}"]) for name, value in weights(made.model).items())
+
+
+def test_a_run_whose_batches_have_no_memory_warns_and_names_their_columns(tmp_path: Path) -> None:
+    made = trainer(tmp_path, max_steps=2, save_strategy="no", gradient_accumulation_steps=1)
+    made.train_dataset = [replace(row, memory=None) for row in small_run.rows()]
+    with pytest.warns(UserWarning, match="every gradient was 0.*input_ids.*labels"):
+        made.train()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        trainer(tmp_path, max_steps=2, save_strategy="no").train()

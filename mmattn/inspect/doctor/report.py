@@ -109,7 +109,8 @@ class Report:
         table = "".join(f"<tr><td>{'<td>'.join(row)}" for row in rows)
         return (
             f'<!doctype html><html lang="en"><meta charset="utf-8"><title>doctor</title><style>{style}</style>'
-            f"<section><h1>mmattn doctor</h1><pre>{escape(str(self))}</pre><table>{table}</table></section></html>"
+            f'<section><h1>mmattn doctor</h1><pre style="white-space: pre-wrap">{escape(str(self))}</pre>'
+            f'<div style="overflow-x: auto"><table>{table}</table></div></section></html>'
         )
 
 

@@ -98,7 +98,7 @@ def test_what_cannot_be_asked(capsys: pytest.CaptureFixture[str], tmp_path: Path
         server.shutdown()
     assert code == 2 and "/v1/models answers 501" in err
     code, _, err = run(capsys, "assets/vqa", "--data", "rows.jsonl")
-    assert code == 2 and "not for a folder" in err
+    assert code == 2 and "give --model assets/vqa" in err
     folder = shutil.copytree(find_asset("assets/vqa"), tmp_path / "vqa")
     (folder / "pipeline_config.json").unlink()
     code, _, err = run(capsys, "--model", folder)

@@ -346,24 +346,20 @@ class FusedMemory(BoundMemory):
         )
 
 
+@dataclass(eq=False)
 class FusedView(View):
     """The tokens of one forward, whose keys and values are changed if another model has read them."""
 
     stands_in_text = True
     moves_text = False
 
-    def __init__(
-        self,
-        adapter: FusedCacheLayers,
-        prompt: AugmentedPrompt,
-        numbers: Tensor,
-        real: Tensor,
-        past: int,
-        changes: Changes | None,
-    ) -> None:
-        self.adapter, self.prompt, self.numbers, self.real = adapter, prompt, numbers, real
-        self.past, self.changes = past, changes
-        self.positions: Tensor | None = None
+    adapter: FusedCacheLayers
+    prompt: AugmentedPrompt
+    numbers: Tensor  # (b, end), in the prompt, of the tokens that are changed; -1 for the others
+    real: Tensor  # (b, t) bool, tokens of the text so far that are no padding
+    past: int  # tokens before this forward
+    changes: Changes | None  # computed before, or room for them
+    positions: Tensor | None = None  # (b, l), of the tokens of this forward
 
     def shift_positions(self, positions: Tensor) -> Tensor:
         """Return the positions of the tokens of this forward, which stay."""

@@ -127,11 +127,7 @@ def check_float(name: str, value: object, *, at_least: float = -math.inf, below:
 
 
 def check_bool(name: str, value: object) -> None:
-    """Refuse what is not true or false.
-
-    Raises:
-        ConfigError: it is something else.
-    """
+    """Refuse what is not true or false."""
     if not isinstance(value, bool):
         raise ConfigError(f"{name} must be true or false, got {value!r}")
 

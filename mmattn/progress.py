@@ -47,19 +47,19 @@ def counted(
 
 
 def tracked(
-    total: int, label: str, progress: bool = True, note: Callable[[], str] = lambda: "", first: int = 0
+    total: int,
+    label: str,
+    progress: bool = True,
+    note: Callable[[], str] = lambda: "",
+    first: int = 0,
+    size: int = 1,
 ) -> Iterator[int]:
-    """Iterate over first … total - 1 and show the progress on stderr; `note` gives text after it, such as the loss."""
+    """Iterate over first … total - 1, or the first index of each batch of a size, and show the progress on stderr.
+
+    `note` gives text after it, such as the loss.
+    """
     with counted(total, label, progress, note, first) as advance:
-        for step in range(first, total):
-            yield step
-            advance(1)
-
-
-def batches(total: int, size: int, label: str, progress: bool = True) -> Iterator[int]:
-    """Iterate over the first index of each batch, and show the rows done on stderr."""
-    with counted(total, label, progress) as advance:
-        for start in range(0, total, size):
+        for start in range(first, total, size):
             yield start
             advance(min(size, total - start))
 

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from mmattn import progress
-from mmattn.progress import batches, counted, tracked
+from mmattn.progress import counted, tracked
 
 
 def shown(capsys: pytest.CaptureFixture[str]) -> list[str]:
@@ -28,9 +28,9 @@ def test_what_was_done_before_is_counted(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_batches_are_counted_in_rows(capsys: pytest.CaptureFixture[str]) -> None:
-    assert list(batches(7, 3, "encoding")) == [0, 3, 6]
+    assert list(tracked(7, "encoding", size=3)) == [0, 3, 6]
     assert shown(capsys) == ["encoding 3/7", "encoding 6/7", "encoding 7/7"]
-    assert list(batches(0, 3, "encoding")) == [] and list(tracked(0, "adapter")) == [] and shown(capsys) == []
+    assert list(tracked(0, "encoding", size=3)) == [] and list(tracked(0, "adapter")) == [] and shown(capsys) == []
 
 
 def test_long_tenths_are_not_silent(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,17 +5,16 @@ Everything heavy is imported inside the command that needs it, so that `mmattn -
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
 
 from mmattn.cli import encode, inspect, pipelines, recipes
-from mmattn.errors import MmattnError
+from mmattn.errors import MissingExtraError, MmattnError, import_extra
 from mmattn.progress import recorded_interrupts
 
 # Optional imports of transformers, peft and diffusers warn of things that a user of a command cannot change.
@@ -86,28 +85,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     for name in IMPORT_WARNINGS:
         logging.getLogger(name).setLevel(logging.ERROR)
-    try:
-        with _exit_after_interrupt():
-            app(["--debug", *words] if debug else words, prog_name="mmattn")
-    except Exception as error:
-        if isinstance(error, ModuleNotFoundError) and not debug:
-            # Recipes import what they need as any program does; the package names the extra itself.
-            from mmattn.cli.environment import missing_extra
-
-            error = missing_extra(error.name) or error
-        if debug or not isinstance(error, (MmattnError, OSError)):
-            raise
-        typer.echo(f"mmattn: {error}", err=True)
-        sys.exit(2)
-
-
-@contextlib.contextmanager
-def _exit_after_interrupt() -> Iterator[None]:
-    """Exit with 130 after Ctrl-C, also where a command catches it to save its work, or a lazy import hides it."""
     with recorded_interrupts() as interrupts:
         try:
-            yield
-        except BaseException as end:
-            if interrupts:
-                raise SystemExit(130) from end
-            raise
+            app(["--debug", *words] if debug else words, prog_name="mmattn")
+        except BaseException as error:
+            if interrupts:  # also where a command catches Ctrl-C to save its work, or a lazy import hides it
+                raise SystemExit(130) from error
+            if isinstance(error, ModuleNotFoundError) and not debug:
+                # Recipes import what they need as any program does; the package names the extra itself.
+                from mmattn.cli.environment import MODULES
+
+                module = (error.name or "").partition(".")[0]
+                if module in MODULES:
+                    try:
+                        import_extra(module, MODULES[module])
+                    except MissingExtraError as missing:
+                        error = missing
+            if debug or not isinstance(error, (MmattnError, OSError)):
+                raise
+            typer.echo(f"mmattn: {error}", err=True)
+            sys.exit(2)

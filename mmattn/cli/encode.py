@@ -314,13 +314,12 @@ def _build_for(files: list[Path], out: Path, store: str, adapter: str) -> None:
     from mmattn.models import resolve
     from mmattn.models.loading import without_progress_bars
     from mmattn.pipelines import PipelineConfig, build_index as build, load_text_encoder, read_entries
-    from mmattn.storage.json_files import read_json
 
     folder = Path(resolve(adapter))
     config = PipelineConfig.load(folder)
     rows = [row for file in files for row in read_entries(file)]
     with without_progress_bars():
-        text_encoder = load_text_encoder(config, folder, read_json(folder / "adapter_config.json").get("encoder"))
+        text_encoder = load_text_encoder(config, folder)
     index = build(rows, config, text_encoder, store=store, progress=True)
     index.save(out)
     typer.echo(f"{index} in {out}")

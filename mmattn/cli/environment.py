@@ -40,37 +40,11 @@ NEEDED = ("torch", "transformers", "accelerate", "safetensors", "huggingface_hub
 
 
 def version(distribution: str) -> str | None:
-    """Return the installed version of a distribution, or None; nothing is imported.
-
-    >>> version("no-such-distribution") is None
-    True
-    """
+    """Return the installed version of a distribution, or None; nothing is imported."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return None
-
-
-def extras() -> dict[str, dict[str, str | None]]:
-    """Return for each extra its distributions and their versions; None where one is missing."""
-    return {extra: {name: version(name) for name in modules.values()} for extra, modules in EXTRAS.items()}
-
-
-def missing_extra(module: str | None) -> Exception | None:
-    """Return the MissingExtraError that names the extra of a missing module; None where no extra brings it.
-
-    >>> print(missing_extra("PIL.Image"))
-    PIL is needed here and is not installed; install it with: pip install 'mmattn[vision]'
-    """
-    from mmattn.errors import MissingExtraError
-
-    top = (module or "").partition(".")[0]
-    if top not in MODULES:
-        return None
-    extra = MODULES[top]
-    return MissingExtraError(
-        f"{top} is needed here and is not installed; install it with: pip install 'mmattn[{extra}]'"
-    )
 
 
 def check_extras(what: str, *names: str) -> None:
@@ -111,11 +85,12 @@ def describe() -> str:
     rows = {**hardware(), **{name: version(name) or "missing" for name in NEEDED}}
     lines += [f"  {name:<16} {value}" for name, value in rows.items()]
     lines.append("extras")
-    for extra, names in extras().items():
+    extras = {extra: {name: version(name) for name in modules.values()} for extra, modules in EXTRAS.items()}
+    for extra, names in extras.items():
         state = "installed" if None not in names.values() else "absent" if not any(names.values()) else "incomplete"
         parts = ", ".join(f"{name} {number or '(missing)'}" for name, number in names.items())
         lines.append(f"  {extra:<11} {state:<10}  {parts}")
-    missing = [extra for extra, names in extras().items() if extra not in BEYOND_ALL and None in names.values()]
+    missing = [extra for extra, names in extras.items() if extra not in BEYOND_ALL and None in names.values()]
     if missing:
         lines.append(f"not complete: pip install 'mmattn[{','.join(missing)}]'")
     return "\n".join(lines)

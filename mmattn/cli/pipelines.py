@@ -156,12 +156,11 @@ def serve(
     limits = Limits(max_requests=max_requests, max_tokens=max_tokens, timeout=timeout)
     name = name or Path(adapter).name
 
-    def build() -> tuple[Any, Any]:
+    def build() -> Any:
         pipe = _pipeline(Path(adapter), device, index=index)
         logging.basicConfig(format="%(message)s")  # warnings of others
         logging.getLogger("mmattn").setLevel(os.environ.get("MMATTN_LOG_LEVEL", "INFO"))
-        engine = Engine(pipe, limits)
-        return engine, make_app(engine, name, api_key)
+        return make_app(Engine(pipe, limits), name, api_key)
 
     if replicas is not None or max_replicas is not None:
         from mmattn.serving.replicas import serve_replicas
@@ -175,7 +174,7 @@ def serve(
             listener.bind((host, port))
         except OSError as error:
             raise ConfigError(f"{host}:{port} cannot be served ({error.strerror}): give another --port") from error
-        _, app = build()
+        app = build()
         listener.listen()
         typer.echo(f"http://{host}:{listener.getsockname()[1]}/v1 answers as {name}", err=True)
         # At a stop running requests are finished, and no others are taken.

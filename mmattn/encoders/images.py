@@ -20,7 +20,7 @@ from mmattn.encoders.base import FrozenEncoder, Source, as_list, is_array, load_
 from mmattn.errors import ConfigError, ImageError, check_choice, check_float, check_int, import_extra
 from mmattn.memory import Memory
 from mmattn.models.catalogue import find_asset
-from mmattn.progress import batches
+from mmattn.progress import tracked
 from mmattn.storage.files import files_below
 
 if TYPE_CHECKING:
@@ -398,7 +398,7 @@ class ImageEncoder(FrozenEncoder):
         with torch.no_grad():
             parts = [
                 self._tokens(process(pictures[start : start + batch_size], first=start))[0]
-                for start in batches(len(pictures), batch_size, "encoding", progress)
+                for start in tracked(len(pictures), "encoding", progress, size=batch_size)
             ]
         tokens = torch.cat(parts) if parts else torch.zeros(0, self.length, self.dim, dtype=self.dtype)
         return Memory(tokens.to(self.device), sources=[self._origin(image) for image in range(len(pictures))])

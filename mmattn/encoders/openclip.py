@@ -17,7 +17,7 @@ from torch import Tensor
 from mmattn.encoders.base import TextEncoderBase, register_encoder
 from mmattn.encoders.images import IMAGE_NAMES, ImageEncoder, ImageProcessor
 from mmattn.errors import AdapterFileError, ConfigError, import_extra
-from mmattn.progress import batches
+from mmattn.progress import tracked
 from mmattn.storage.safetensors import check_values
 from mmattn.tokenization import ClipTokenizer, refuse_empty
 
@@ -157,7 +157,7 @@ class OpenCLIPTextEncoder(TextEncoderBase):
 
     def _encode_texts(self, texts: list[str], kind: str, batch_size: int, progress: bool) -> Tensor:
         refuse_empty([len(text.strip()) for text in texts])
-        ids, starts = self.tokenizer(texts).to(self.device), batches(len(texts), batch_size, "encoding", progress)
+        ids, starts = self.tokenizer(texts).to(self.device), tracked(len(texts), "encoding", progress, size=batch_size)
         rows = [self.model.encode_text(ids[n : n + batch_size], normalize=True) for n in starts]
         return torch.cat(rows)
 

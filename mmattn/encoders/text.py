@@ -16,7 +16,7 @@ from mmattn.errors import AdapterFileError, ConfigError, MissingExtraError, chec
 from mmattn.models.cache import resolve
 from mmattn.models.catalogue import find_asset
 from mmattn.models.loading import load_model, load_pretrained, without_progress_bars
-from mmattn.progress import batches
+from mmattn.progress import tracked
 from mmattn.storage.json_files import MAX_JSON, parse_json, validated
 from mmattn.storage.safetensors import check_values
 from mmattn.tokenization import call_tokenizer, refuse_empty, text_length, tokenize, warn_cut
@@ -163,7 +163,7 @@ class TextEncoder(TextEncoderBase):
             refuse_empty([len(row) - self.tokenizer.num_special_tokens_to_add() for row in rows])
         order = sorted(range(len(rows)), key=lambda number: -len(rows[number]))
         states = [torch.empty(0)] * len(rows)
-        for start in batches(len(rows), batch_size, "encoding", progress):
+        for start in tracked(len(rows), "encoding", progress, size=batch_size):
             batch = order[start : start + batch_size]
             for number, row in zip(batch, self._states([rows[number] for number in batch]), strict=True):
                 states[number] = row

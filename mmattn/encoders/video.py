@@ -16,7 +16,7 @@ from mmattn.encoders.base import FrozenEncoder, as_list, is_array, open_binary, 
 from mmattn.encoders.images import MAX_PIXELS, ImageEncoder
 from mmattn.errors import ConfigError, ImageError, VideoError, check_float, check_int, import_extra
 from mmattn.memory import Memory
-from mmattn.progress import batches
+from mmattn.progress import tracked
 
 if TYPE_CHECKING:
     from av import VideoFrame, VideoStream
@@ -81,7 +81,7 @@ class VideoEncoder(FrozenEncoder):
         items, rows = as_list(videos, "video", VideoError, batch_dims=0), []
         if items and isinstance(items[0], tuple):
             items = [items]
-        for number in batches(len(items), 1, "encoding", progress):
+        for number in tracked(len(items), "encoding", progress):
             try:
                 rows.append(self._whole(items[number], number, batch_size))
             except (VideoError, ImageError) as error:

@@ -6,6 +6,7 @@ import contextlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -15,7 +16,8 @@ from mmattn.adapters.host_models import call_by_name
 from mmattn.errors import ConditionError, ConfigError, ShapeError, check_float, check_int
 from mmattn.hosts.context import Arguments, Positional
 from mmattn.hosts.model import AdaptedModel
-from mmattn.inspect.doctor.checks import evaluating, twin
+from mmattn.hosts.probe import in_eval_mode
+from mmattn.inspect.doctor.checks import emptied, twin
 from mmattn.inspect.trace import Picture, Trace
 from mmattn.memory import Memory
 
@@ -65,27 +67,21 @@ def record(model: Attends) -> Iterator[RecordedWeights]:
     {('default', 1): [torch.Size([1, 3, 3, 11])], ('default', 3): [torch.Size([1, 3, 3, 11])]}
     """
     weights, block = RecordedWeights(), object()
-    with contextlib.ExitStack() as hooks:
-        for key, attention in model.attentions().items():
-            hooks.enter_context(attention.register_forward_hook(_Recorder(weights, key, block), with_kwargs=True))
-        hooks.callback(_blocks.reset, _blocks.set((*_blocks.get(), block)))
-        yield weights
 
-
-class _Recorder:
-    """A forward hook of one attention module."""
-
-    def __init__(self, weights: RecordedWeights, key: tuple[str, int], block: object) -> None:
-        self.weights, self.key, self.block = weights, key, block
-
-    def __call__(self, attention: nn.Module, args: Positional, kwargs: Arguments, *output: object) -> None:
+    def note(key: tuple[str, int], attention: nn.Module, args: Positional, kwargs: Arguments, *output: object) -> None:
         # torch registers a hook in two steps: a call by another thread in between may come without kwargs.
-        if self.block not in _blocks.get():
+        if block not in _blocks.get():
             return
         # A dropout of its own must not change the random numbers of the model.
         with torch.no_grad(), torch.random.fork_rng():
-            _, weights = attention.forward(*args, **{**kwargs, "return_weights": True})
-        self.weights.setdefault(self.key, []).append(weights.cpu())
+            _, shares = attention.forward(*args, **{**kwargs, "return_weights": True})
+        weights.setdefault(key, []).append(shares.cpu())
+
+    with contextlib.ExitStack() as hooks:
+        for key, attention in model.attentions().items():
+            hooks.enter_context(attention.register_forward_hook(partial(note, key), with_kwargs=True))
+        hooks.callback(_blocks.reset, _blocks.set((*_blocks.get(), block)))
+        yield weights
 
 
 class AdapterMetrics:
@@ -241,7 +237,7 @@ def attribute(
     row, texts = _text(torch.as_tensor(ids, device=memory.device), words, memory, start)
     names, owner = named_sources(memory, sources, grid)
     model = twin(model)  # hooks and modes would change calls of other threads
-    with evaluating(model):
+    with in_eval_mode(model), torch.no_grad():
         with record(model) as recorded:
             probability = _probability(model, row, memory, name, start)[0]
         weights = {layer: calls[0] for (adapter_name, layer), calls in recorded.items() if adapter_name == name}
@@ -249,7 +245,8 @@ def attribute(
         with model.disable_adapter():
             without = _probability(model, row, None, name, start)[0]
         parts = torch.arange(len(names)).split(batch)
-        dropped = [_probability(model, row, _without(memory, owner, part), name, start) for part in parts]
+        memories = (emptied(memory.expand(len(part)), owner == part[:, None]) for part in parts)
+        dropped = [_probability(model, row, one, name, start) for one in memories]
     # From slots to sources: (m, s).
     belongs = (owner[:, None] == torch.arange(len(names))).float()
     by_layer = {layer: recorded[0].float() @ belongs for layer, recorded in sorted(weights.items())}
@@ -294,13 +291,6 @@ def _check_slots(weights: dict[int, Tensor], name: str, length: int, slots: int)
             )
 
 
-def _without(memory: Memory, owner: Tensor, sources: Tensor) -> Memory:
-    """Return a memory with a row for each of these sources, in which the slots of that source are masked."""
-    many = memory.expand(len(sources))
-    masked = (owner == sources[:, None]).to(memory.device)
-    return Memory(many.tokens, many.real_slots() & ~masked, many.segments, many.scores, check_finite=False)
-
-
 def _probability(model: AdaptedModel, row: Tensor, memory: Memory | None, name: str, start: int) -> Tensor:
     """Compute the probabilities (b, t) of the tokens from `start` on, each after those before it."""
     ids = row if memory is None else row.expand(memory.batch, -1)
@@ -326,26 +316,15 @@ def named_sources(
         slots = memory.sources[0] if memory.sources else [f"slot {slot}" for slot in range(memory.length)]
     if len(slots) != memory.length:
         raise ShapeError(f"sources must name each of {memory.length} slots, got {len(slots)}")
-    return _group(slots, memory.real_slots()[0].tolist())
-
-
-def _group(slots: Sequence[object], real: Sequence[bool]) -> tuple[list[str], Tensor]:
-    """Gather the slots of each source: the slots of one passage are one source, although each names its slot."""
-    numbers: dict[str, int] = {}
-    labels: list[str] = []
-    owner = torch.full((len(slots),), -1)
-    for slot, source in enumerate(slots):
-        if source is None or not real[slot]:
-            continue
-        whole = {key: value for key, value in source.items() if key != "slot"} if isinstance(source, dict) else source
-        key = json.dumps(whole, sort_keys=True)
-        if key not in numbers:
-            numbers[key] = len(labels)
-            labels.append(slot_name(whole))
-        owner[slot] = numbers[key]
-    if not labels:
+    # The slots of one passage are one source, although each names its slot.
+    wholes = [{k: v for k, v in one.items() if k != "slot"} if isinstance(one, dict) else one for one in slots]
+    real = memory.real_slots()[0].tolist()
+    keys = [json.dumps(one, sort_keys=True) if real[n] and one is not None else None for n, one in enumerate(wholes)]
+    named = {key: slot_name(one) for key, one in zip(keys, wholes, strict=True) if key is not None}
+    if not named:
         raise ConfigError("no visible slot of this memory has a source to explain: give sources=")
-    return labels, owner
+    numbers = {key: number for number, key in enumerate(named)}
+    return list(named.values()), torch.tensor([-1 if key is None else numbers[key] for key in keys])
 
 
 def media_names(memory: Memory, every: float | None = None, *, row: int = 0) -> list[str | None]:

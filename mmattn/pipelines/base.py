@@ -19,7 +19,7 @@ from mmattn.hosts.model import AdaptedModel
 from mmattn.hosts.saving import FURTHER, local_folder, upload
 from mmattn.models.catalogue import find_asset
 from mmattn.models.loading import without_progress_bars
-from mmattn.pipelines.build import check_encoder, default_device, load_host, resolve, saved_fingerprint
+from mmattn.pipelines.build import check_encoder, default_device, load_host, resolve
 from mmattn.pipelines.config import PipelineConfig
 from mmattn.pipelines.generation import Prompt, generate_arguments, generate_texts, prompt_with, stream_generate
 
@@ -138,7 +138,7 @@ class ImagePipeline(Pipeline):
         assert reference is not None
         name = resolve(reference.name, self.folder)
         self.encoder = load_image_encoder(name, self.device, pooled=reference.pooled)
-        check_encoder(self.encoder, reference.name, self.folder, saved_fingerprint(self.folder))
+        check_encoder(self.encoder, reference.name, self.folder)
 
 
 def pipeline(

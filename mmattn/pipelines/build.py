@@ -111,14 +111,10 @@ def quantization_config(kind: str) -> QuantizationConfigMixin:
     return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
 
 
-def saved_fingerprint(folder: Path) -> str | None:
-    """Return the fingerprint of the encoder that an adapter was trained with, if its file has one."""
+def check_encoder(encoder: FrozenEncoder, name: str, folder: Path) -> None:
+    """Raise AdapterFileError if an encoder is not the one that an adapter was trained with, as far as its file says."""
     path = folder / CONFIG
-    return read_json(path).get("encoder") if path.is_file() else None
-
-
-def check_encoder(encoder: FrozenEncoder, name: str, folder: Path, fingerprint: str | None) -> None:
-    """Raise AdapterFileError if an encoder is not the one with the fingerprint of the training."""
+    fingerprint = read_json(path).get("encoder") if path.is_file() else None
     if fingerprint is not None and fingerprint != encoder.fingerprint:
         raise AdapterFileError(
             f"the adapter in {str(folder)!r} was trained on memories of another encoder than {name}: its weights or "

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from mmattn.data.text_batches import bos_and_eos, check_prompt
 from mmattn.errors import ConfigError, TextError
@@ -56,17 +57,6 @@ def end_ids(model: AdaptedModel, tokenizer: PreTrainedTokenizerBase) -> list[int
     ends = getattr(config, "eos_token_id", None)
     more = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
     return list(dict.fromkeys([bos_and_eos(tokenizer)[1], *more]))
-
-
-def left_padded(
-    tokenizer: PreTrainedTokenizerBase, rows: Sequence[Sequence[int]], device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Return rows of ids as (b, l), padded on the left, and the attention mask (b, l)."""
-    longest = max(map(len, rows))
-    pad = _pad(tokenizer)
-    ids = torch.tensor([[*[pad] * (longest - len(row)), *row] for row in rows], device=device)
-    mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows], device=device)
-    return ids, mask
 
 
 @torch.no_grad()
@@ -116,8 +106,12 @@ def generate_arguments(
     options: Keywords,
 ) -> Arguments:
     """Return the arguments of `generate` for prompts, padded on the left, and their memory; checked."""
-    ids, mask = left_padded(tokenizer, prompt_rows(tokenizer, prompts), next(model.parameters()).device)
-    defaults = {"do_sample": False, "eos_token_id": end_ids(model, tokenizer), "pad_token_id": _pad(tokenizer)}
+    device = next(model.parameters()).device
+    rows = [torch.tensor(row, dtype=torch.long, device=device) for row in prompt_rows(tokenizer, prompts)]
+    pad = bos_and_eos(tokenizer)[1] if tokenizer.pad_token_id is None else int(tokenizer.pad_token_id)
+    ids = pad_sequence(rows, True, pad, "left")
+    mask = pad_sequence(list(map(torch.ones_like, rows)), True, 0, "left")
+    defaults = {"do_sample": False, "eos_token_id": end_ids(model, tokenizer), "pad_token_id": pad}
     merged: Arguments = {**defaults, **options}
     check_prompt(ids, mask, model.config, int(merged.get("max_new_tokens", 0)))
     return {"input_ids": ids, "attention_mask": mask, **merged, **memory_arguments(memory, mask, visible_from)}
@@ -169,11 +163,6 @@ def stream_generate(
         writer.join()
     if errors:
         raise errors[0]
-
-
-def _pad(tokenizer: PreTrainedTokenizerBase) -> int:
-    _, end = bos_and_eos(tokenizer)
-    return end if tokenizer.pad_token_id is None else int(tokenizer.pad_token_id)
 
 
 # Templates ------------------------------------------------------------------------------------------------------------

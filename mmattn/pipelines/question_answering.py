@@ -20,7 +20,7 @@ from mmattn.inspect.attention import attribute, record
 from mmattn.inspect.trace import Trace
 from mmattn.memory import Memory
 from mmattn.pipelines.base import Pipeline
-from mmattn.pipelines.build import check_encoder, resolve, saved_fingerprint
+from mmattn.pipelines.build import check_encoder, resolve
 from mmattn.pipelines.config import PipelineConfig
 from mmattn.pipelines.generation import Prompt
 from mmattn.retrieval.entries import Id
@@ -75,7 +75,7 @@ class QuestionAnsweringPipeline(Pipeline):
     """Answers from the entries of an index: that of the pipeline, or the index given at a call."""
 
     def _set_up(self, index: IndexSource | None) -> None:
-        self.encoder = load_text_encoder(self.config, self.folder, saved_fingerprint(self.folder), self.device)
+        self.encoder = load_text_encoder(self.config, self.folder, self.device)
         self.index = None if index is None else self._load_index(index)
 
     def _load_index(self, index: IndexSource) -> Index:
@@ -206,13 +206,13 @@ def _check_questions(questions: str | Sequence[str]) -> list[str]:
 
 
 def load_text_encoder(
-    config: PipelineConfig, folder: Path, fingerprint: str | None, device: torch.device | str | None = None
+    config: PipelineConfig, folder: Path, device: torch.device | str | None = None
 ) -> TextEncoderBase:
-    """Load the encoder of the texts of an index; a `fingerprint` other than that of its training raises."""
+    """Load the encoder of the texts of an index; another encoder than that of the training raises."""
     reference = config.encoder
     assert reference is not None
     encoder = encoders.load_text_encoder(resolve(reference.name, folder), reference.pooling, device)
-    check_encoder(encoder, reference.name, folder, fingerprint)
+    check_encoder(encoder, reference.name, folder)
     return encoder
 
 

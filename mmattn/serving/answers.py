@@ -52,7 +52,8 @@ class Answering:
         answers = choices if isinstance(body, ChatRequest) else choices * len(body.prompts)
         if answers > limits.max_requests:
             raise ConfigError(f"{answers} answers to one request are more than {limits.max_requests}: ask for fewer")
-        max_tokens = self._max_tokens(body.token_limits)
+        usual = self.engine.pipe.config.generation.get("max_new_tokens")
+        max_tokens = min(limits.max_tokens, *(body.token_limits or [usual if isinstance(usual, int) else 64]))
         self.engine.enter(answers)
         streams = False
         try:
@@ -113,10 +114,6 @@ class Answering:
         usage = {"prompt_tokens": tokens, "total_tokens": tokens}
         return JSONResponse({"object": "list", "data": data, "model": self.name, "usage": usage})
 
-    def _max_tokens(self, asked: Sequence[int]) -> int:
-        usual = self.engine.pipe.config.generation.get("max_new_tokens")
-        return min(self.engine.limits.max_tokens, *(asked or [usual if isinstance(usual, int) else 64]))
-
     async def _begin(
         self, body: ChatRequest | CompletionRequest, max_tokens: int, choices: int
     ) -> tuple[list[Job], Format]:
@@ -133,7 +130,7 @@ class Answering:
         form = Format(isinstance(body, ChatRequest), self.name, tokenizer, sum(len(ids) for ids, _ in rows), body.top)
         if echoes:
             for number, (ids, _) in enumerate(rows):
-                echo = Echo(tokenizer.decode(ids), ids)
+                echo = Echo(ids)
                 if body.top is not None:
                     echo.logprobs = await asyncio.to_thread(engine.score, ids, inputs[number][1], body.top)
                 form.echoes |= dict.fromkeys(range(number * choices, (number + 1) * choices), echo)
@@ -213,32 +210,22 @@ class Events(StreamingResponse):
 
 @dataclass
 class Echo:
-    """A prompt that stands before its answers, and the log-probabilities of its ids."""
+    """A prompt that stands before its answers, and the log-probabilities of its ids but the first."""
 
-    text: str
     ids: Sequence[int]
-    logprobs: Sequence[TokenLogprob] | None = None  # of all ids but the first
+    logprobs: Sequence[TokenLogprob] = ()
 
 
 @dataclass
 class Format:
-    """The answers of one response.
+    """The answers of one response."""
 
-    Args:
-        chat: the format is that of /v1/chat/completions, not of /v1/completions.
-        model: its name.
-        tokenizer: of the model.
-        prompt_tokens: of all prompts.
-        logprobs: the most likely tokens at each place; None for no log-probabilities.
-        echoes: by answer.
-    """
-
-    chat: bool
+    chat: bool  # in the format of /v1/chat/completions, not of /v1/completions
     model: str
     tokenizer: PreTrainedTokenizerBase
-    prompt_tokens: int
-    logprobs: int | None
-    echoes: dict[int, Echo] = field(default_factory=dict)
+    prompt_tokens: int  # of all prompts
+    logprobs: int | None  # the most likely tokens at each place; None for no log-probabilities
+    echoes: dict[int, Echo] = field(default_factory=dict)  # by answer
 
     def __post_init__(self) -> None:
         number = f"{'chatcmpl' if self.chat else 'cmpl'}-{uuid.uuid4().hex}"
@@ -269,7 +256,7 @@ class Format:
             echo = self.echoes.get(number) if is_first else None
             if self.logprobs is not None:
                 choice["logprobs"] = self._text_logprobs(number, piece.logprobs, echo)
-            return choice | {"text": piece.text if echo is None else echo.text + piece.text}
+            return choice | {"text": ("" if echo is None else self.tokenizer.decode(echo.ids)) + piece.text}
         if self.logprobs is not None:
             content = [
                 self._token(token.token, token.logprob) | {"top_logprobs": [self._token(*other) for other in token.top]}
@@ -286,8 +273,7 @@ class Format:
         return {"token": self._text_of(token), "logprob": logprob, "bytes": list(self._bytes_of(token))}
 
     def _text_logprobs(self, number: int, logprobs: Sequence[TokenLogprob], echo: Echo | None) -> Content:
-        prompt = [] if echo is None else list(echo.ids)
-        scored = [*((echo.logprobs or ()) if echo is not None else ()), *logprobs]
+        prompt, scored = ([], logprobs) if echo is None else (echo.ids, [*echo.logprobs, *logprobs])
         new, unscored = [token.token for token in logprobs], [None] * bool(prompt)
         return {
             "tokens": [self._text_of(token) for token in (*prompt, *new)],

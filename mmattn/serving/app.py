@@ -53,13 +53,14 @@ def make_app(engine: Engine, name: str, api_key: str | None = None) -> FastAPI:
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        engine.start()
+        engine.manager.start()
         yield
         await engine.stop()
 
     app = FastAPI(title="mmattn", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.add_middleware(BodyLimit, max_bytes=engine.limits.max_body_bytes)
     app.add_middleware(AccessLog, metrics=metrics)
+    app.state.engine = engine
     answering = Answering(engine, name, metrics)
     _add_error_handlers(app)
     app.openapi = lambda: served_schema(app, name, engine)  # type: ignore[method-assign]

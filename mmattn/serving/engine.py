@@ -95,23 +95,14 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class Job:
-    """A prompt with its memory, and how its answer is written.
-
-    Args:
-        ids: of the prompt.
-        memory: of one row; None for the bare host.
-        max_tokens: new tokens, at most.
-        sampling: how they are chosen.
-        stops: texts that end it.
-        echoes: the answer stands behind its prompt, so that its first blank counts.
-    """
+    """A prompt with its memory, and how its answer is written."""
 
     ids: list[int]
-    memory: Memory | None
+    memory: Memory | None  # of one row; None for the bare host
     max_tokens: int
     sampling: SamplingSettings = SamplingSettings()
-    stops: Sequence[str] = ()
-    echoes: bool = False
+    stops: Sequence[str] = ()  # texts that end it
+    echoes: bool = False  # the answer stands behind its prompt, so that its first blank counts
 
 
 @dataclass(frozen=True)
@@ -221,10 +212,6 @@ class Engine:
         add_samplers(self.manager)
         self.manager.memories.share_prompts()
 
-    def start(self) -> None:
-        """Start to answer."""
-        self.manager.start()
-
     async def stop(self) -> None:
         """Finish the requests that were taken, then end."""
         await self._idle.wait()
@@ -233,10 +220,6 @@ class Engine:
     def healthy(self) -> bool:
         """Return True while requests are answered."""
         return bool(self.manager.is_running())
-
-    def nbytes(self) -> int:
-        """Return the bytes of keys and values of the memories in use."""
-        return int(self.manager.memories.nbytes())
 
     def enter(self, answers: int = 1) -> None:
         """Accept a request for so many answers; `leave` must follow. 429 at the limit."""

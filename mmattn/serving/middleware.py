@@ -37,7 +37,7 @@ class Metrics:
         running = prometheus.Gauge("mmattn_running_requests", "Requests that run or wait.", **options)
         running.set_function(lambda: engine.running)
         held = prometheus.Gauge("mmattn_memory_bytes", "Bytes of keys and values of memories in use.", **options)
-        held.set_function(engine.nbytes)
+        held.set_function(engine.manager.memories.nbytes)
 
     def text(self) -> bytes:
         """Return all figures in the format of Prometheus."""

@@ -15,7 +15,7 @@ from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mmattn.errors import ConfigError, check_int, import_extra
-from mmattn.serving.engine import Engine, Limits
+from mmattn.serving.engine import Limits
 from mmattn.serving.middleware import as_error
 
 #: Of the application in Ray Serve.
@@ -34,7 +34,7 @@ LOCAL = {
 
 
 def serve_replicas(
-    build: Callable[[], tuple[Engine, FastAPI]],
+    build: Callable[[], FastAPI],
     limits: Limits,
     address: dict[str, Any],
     least: int,
@@ -43,7 +43,7 @@ def serve_replicas(
 ) -> None:
     """Serve replicas on the cluster of `RAY_ADDRESS`, or a local one, until Ctrl-C or SIGTERM; then finish what runs.
 
-    `build` makes the engine and the application of a replica, in its process. With `gpu` replicas need a GPU, which
+    `build` makes the application of a replica, in its process. With `gpu` replicas need a GPU, which
     several share where there are fewer.
     """
     check_int("max_replicas", most, at_least=least)
@@ -51,6 +51,13 @@ def serve_replicas(
     if not cluster:
         os.environ.update({**LOCAL, "RAY_AUTH_TOKEN": secrets.token_hex(32), **os.environ})
     ray, serve = import_extra("ray", "scale"), import_extra("ray.serve", "scale")
+
+    @serve.ingress(build)
+    class Replica:
+        def check_health(self) -> None:
+            if not self.app.state.engine.healthy():  # type: ignore[attr-defined]
+                raise RuntimeError("the engine has stopped")
+
     logs = {"log_level": "WARNING", "enable_access_log": False}
     # Paths of sockets are short.
     root = os.environ.get("RAY_TMPDIR", "/tmp")
@@ -64,7 +71,7 @@ def serve_replicas(
             gpus = min(1, _share(has.get("GPU", 0), most)) if gpu else 0
             target = {"min_replicas": least, "max_replicas": most, "target_ongoing_requests": limits.max_requests / 2}
             deployment = serve.deployment(
-                _replica(serve, build),
+                Replica,
                 num_replicas="auto",
                 autoscaling_config=target,
                 ray_actor_options={"num_cpus": cpus, "num_gpus": gpus},
@@ -96,21 +103,6 @@ def serve_replicas(
 def _share(total: float, replicas: int) -> float:
     """Return whole units of a resource for each replica, or a fraction with which all start."""
     return total // replicas or (1 / -(-replicas // total) if total else 0)
-
-
-def _replica(serve: Any, build: Callable[[], tuple[Engine, FastAPI]]) -> Any:
-    def build_app() -> FastAPI:
-        engine, app = build()
-        app.state.engine = engine
-        return app
-
-    @serve.ingress(build_app)
-    class Replica:
-        def check_health(self) -> None:
-            if not self.app.state.engine.healthy():  # type: ignore[attr-defined]
-                raise RuntimeError("the engine has stopped")
-
-    return Replica
 
 
 def proxy_middleware() -> list[Middleware]:

@@ -12,7 +12,7 @@ from mmattn.inspect.attention import record
 from mmattn.inspect.doctor.checks import cut, emptied, padded
 from mmattn.inspect.doctor.run import doctor
 from mmattn.memory import Memory
-from mmattn.testing.case import Case, close, differ, each_tensor, memory_rows, refuses, rows_of, same
+from mmattn.testing.case import Case, close, differ, memory_rows, refuses, rows_of, same
 
 
 def check_starts_as_identity(case: Case) -> None:
@@ -99,8 +99,10 @@ def check_slots_twice(case: Case) -> None:
 
 
 def _same_with_slots(case: Case, memory: Memory, index: Tensor, what: str) -> None:
-    model = case.trained()
-    close(case.ask(model, each_tensor(memory, lambda one: one[:, index])), case.ask(model, memory), what)
+    model, parts = case.trained(), (memory.mask, memory.segments, memory.scores)
+    mask, segments, scores = (None if part is None else part[:, index] for part in parts)
+    moved = Memory(memory.tokens[:, index], mask, segments, scores)
+    close(case.ask(model, moved), case.ask(model, memory), what)
 
 
 def check_batch_sizes_match(case: Case) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import threading
 from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from mmattn.errors import AttachError, ConditionError, MmattnError
 from mmattn.hosts.context import THREAD
-from mmattn.testing.case import Case, close, each_tensor, memory_rows, refuses, rows_of, same
+from mmattn.testing.case import Case, close, memory_rows, refuses, rows_of, same
 
 
 def check_blocks_nest(case: Case) -> None:
@@ -109,7 +110,7 @@ def check_edits_of_memory(case: Case) -> None:
             case.ask(model)
             case.ask(model, prepared)
             edit(getattr(memory, name))
-            answer = case.ask(model, each_tensor(memory, Tensor.clone))
+            answer = case.ask(model, copy.deepcopy(memory))
             close(case.ask(model), answer, f"{name} edited in a block")
             close(case.ask(model, prepared), answer, f"{name} edited after prepare")
 

@@ -15,7 +15,7 @@ from mmattn.adapters.files import CONFIG
 from mmattn.errors import AttachError
 from mmattn.hosts.attach import attach
 from mmattn.hosts.loading import load
-from mmattn.inspect.doctor.checks import padded
+from mmattn.inspect.doctor.checks import emptied, padded
 from mmattn.memory import Memory
 from mmattn.testing.case import Case, cast, close, differ, distance, no_trace, refuses, same, stir, traces
 
@@ -68,8 +68,7 @@ def check_rows_that_see_nothing_in_training(case: Case) -> None:
     model, memory = case.trained(), case.slots()
     for what, masked in (("one row", torch.arange(case.rows) == 0), ("all rows", torch.ones(case.rows).bool())):
         model.zero_grad()
-        mask = memory.real_slots() & ~masked[:, None]
-        answer = case.call(model, Memory(memory.tokens, mask, memory.segments, memory.scores))
+        answer = case.call(model, emptied(memory, masked))
         if not answer.requires_grad:
             continue
         answer.float().square().mean().backward()

@@ -186,14 +186,6 @@ def _has_rows(value: object, rows: int) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == rows
 
 
-def each_tensor(memory: Memory, change: Callable[[Tensor], Tensor]) -> Memory:
-    """Return the memory with its tokens, mask, segments and scores changed alike."""
-    mask, segments, scores = (
-        None if one is None else change(one) for one in (memory.mask, memory.segments, memory.scores)
-    )
-    return Memory(change(memory.tokens), mask, segments, scores)
-
-
 def same(got: Tensor, want: Tensor, what: str) -> None:
     """Assert that two answers are equal bit for bit."""
     assert got.shape == want.shape, f"{what}: {tuple(got.shape)} is not {tuple(want.shape)}"

@@ -149,17 +149,11 @@ _DIVISORS = ("logits_scaling",)
 
 @dataclass(frozen=True)
 class OutputHead:
-    """Logits z = s tanh(c (W h + b) / s) of last hidden states h; z = c (W h + b) without s.
+    """Logits z = s tanh(c (W h + b) / s) of last hidden states h; z = c (W h + b) without s."""
 
-    Args:
-        linear: W (v, d) and b (v,), frozen.
-        scale: c.
-        softcap: s, as in Gemma 2; None for none.
-    """
-
-    linear: nn.Linear
-    scale: float = 1.0
-    softcap: float | None = None
+    linear: nn.Linear  # W (v, d) and b (v,), frozen
+    scale: float = 1.0  # c
+    softcap: float | None = None  # s, as in Gemma 2
 
     def logits(self, states: Tensor) -> Tensor:
         """Return the logits (…, v) of last hidden states (…, d) in float32."""

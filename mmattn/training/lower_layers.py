@@ -12,14 +12,15 @@ import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
-from mmattn.adapters.host_models import device_of, embeddings_of, given_cache, text_config
+from mmattn.adapters.host_models import device_of, given_cache
 from mmattn.adapters.text_state import BOUNDARIES, PackedText, packed_text
 from mmattn.errors import AdapterFileError, ConditionError, ConfigError, MmattnError, check_int
 from mmattn.hosts.attach import adapted_model
@@ -28,7 +29,7 @@ from mmattn.hosts.context import Keywords, LayerOutput, Method, Positional, step
 from mmattn.hosts.host_state import HostState
 from mmattn.hosts.model import AdaptedModel, adapted
 from mmattn.hosts.peft import has_peft, inner_host
-from mmattn.hosts.probe import bare_forward, is_close
+from mmattn.hosts.probe import bare_forward, is_close, random_ids
 from mmattn.hosts.stored import shards, tensor_parallel_size
 from mmattn.storage.json_files import parse_errors
 from mmattn.storage.safetensors import read_tensors, write_tensors
@@ -45,7 +46,7 @@ class _Computed(Exception):
 
 
 #: The lower layers whose forward is skipped, with the hidden states (b, l, d) in their place; None to compute them.
-_SKIPPED: ContextVar[tuple[LowerLayers, Tensor | None] | None] = ContextVar("mmattn_lower_layers", default=None)
+_SKIPPED: ContextVar[tuple[LowerLayers | None, Tensor | None]] = ContextVar("mmattn_lower_layers", default=(None, None))
 
 
 @contextlib.contextmanager
@@ -72,77 +73,72 @@ class LowerLayers:
         host: PreTrainedModel = inner_host(model.host)
         # OPT calls the decoder inside its base model.
         self.reader: PreTrainedModel = host.get_decoder() or host.base_model
-        #: Number of outputs of each layer, None for a tensor.
-        self.outputs: list[int | None] = []
+        #: Number of outputs of each of them, None for a tensor.
+        self.outputs: dict[int, int | None] = {}
         self._state: HostState | None = None
 
     def installed(self) -> contextlib.AbstractContextManager[None]:
-        """Let forwards skip these layers inside the block; they are run unless `skip` says otherwise."""
+        """Let forwards skip these layers inside the block; they are run unless `starting_from` says otherwise."""
         lower = self.layers[: self.count]
         return wrapped_forwards(lower, lambda layer: partial(self._forward, lower.index(layer), layer.forward))
 
     @contextlib.contextmanager
-    def skipped_by(self, before: Callable[..., object]) -> Iterator[None]:
-        """Let a pre-hook of the base model `skip` these layers in forwards inside the block."""
+    def skipped_by(self, states_for: Callable[[Positional, dict[str, object]], Tensor | None]) -> Iterator[None]:
+        """Start forwards inside the block from the states for their arguments; run all layers where these are None."""
 
-        def skips_if_asked(*call: Any) -> object:
-            skipped = _SKIPPED.get()
-            if skipped is not None and skipped[0] is self and skipped[1] is None:
-                return None  # `states_of` is under way
-            self.run()  # torch runs no hooks after KeyboardInterrupt
-            return before(*call)
+        def wrap(reader: nn.Module) -> Method:
+            run = reader.forward
 
-        skips = self.reader.register_forward_pre_hook(skips_if_asked, with_kwargs=True)
-        # Called after a failure, too.
-        runs = self.reader.register_forward_hook(self.run, always_call=True)
+            @wraps(run)  # with its signature
+            def forward(*args: Any, **kwargs: Any) -> Any:
+                states = None if _SKIPPED.get() == (self, None) else states_for(args, kwargs)
+                with contextlib.nullcontext() if states is None else self.starting_from(states):
+                    return run(*args, **kwargs)
+
+            return forward
+
+        with self.installed(), wrapped_forwards([self.reader], wrap):
+            yield
+
+    @contextlib.contextmanager
+    def starting_from(self, states: Tensor | None) -> Iterator[None]:
+        """Start forwards inside the block from hidden states (b, l, d) after these layers; for None, end them there."""
+        outer = _SKIPPED.set((self, states))
         try:
-            with self.installed(), skips, runs:
-                yield
+            yield
         finally:
-            self.run()
+            _SKIPPED.reset(outer)
 
     def _forward(
         self, number: int, forward: Callable[..., LayerOutput], *args: object, **kwargs: object
     ) -> LayerOutput:
-        skipped = _SKIPPED.get()
-        if skipped is None or skipped[0] is not self:
+        layers, states = _SKIPPED.get()
+        if layers is not self:
             return forward(*args, **kwargs)
-        if skipped[1] is not None:
+        if states is not None:
             outputs = self.outputs[number]
-            return skipped[1] if outputs is None else (skipped[1], *[None] * (outputs - 1))
+            return states if outputs is None else (states, *[None] * (outputs - 1))
         output = forward(*args, **kwargs)
+        self.outputs[number] = len(output) if isinstance(output, tuple) else None
         if number == self.count - 1:
-            raise _Computed(_states_of(output))
+            raise _Computed(output[0] if isinstance(output, tuple) else output)
         return output
-
-    def skip(self, states: Tensor) -> None:
-        """Start forwards from hidden states (b, l, d) after these layers, until `run`."""
-        _SKIPPED.set((self, states))
-
-    def run(self, *_: object) -> None:
-        """Run all layers again, after `skip`; also a hook of the base model."""
-        if (skipped := _SKIPPED.get()) is not None and skipped[0] is self and skipped[1] is not None:
-            _SKIPPED.set(None)
 
     @torch.no_grad()
     def compute(self, texts: Sequence[Tensor]) -> list[Tensor]:
         """Return the hidden states (l, d) of texts, ids (l,) each, in evaluation mode; inside `installed`."""
-        ids = nn.utils.rnn.pad_sequence(list(texts), batch_first=True)
-        lengths = torch.tensor([len(text) for text in texts], device=ids.device)
-        mask = (torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]).long()
+        ids, mask = (pad_sequence(rows, True) for rows in (list(texts), list(map(torch.ones_like, texts))))
         with bare_forward(self.model.host, self.model.open_blocks):
             together = self.states_of(input_ids=ids, attention_mask=mask, use_cache=False)
         return [states[: len(text)] for states, text in zip(together, texts, strict=True)]
 
     def states_of(self, **kwargs: object) -> Tensor:
         """Return the hidden states (b, l, d) in a call of the base model; inside `installed`."""
-        outer = _SKIPPED.set((self, None))
         try:
-            self.reader(**kwargs)
+            with self.starting_from(None):
+                self.reader(**kwargs)
         except _Computed as computed:
             return computed.args[0]
-        finally:
-            _SKIPPED.reset(outer)
         raise ConditionError(f"layer {self.count - 1} of {type(self.model.host).__name__} was not run")
 
     def modules(self) -> dict[str, nn.Module]:
@@ -184,16 +180,23 @@ def lower_layers(model: nn.Module) -> LowerLayers:
         )
     lower, (ids, mask) = _frozen_layers(model), _texts(model.host, 0)
     name, count = type(model.host).__name__, lower.count
-    whole, states = _record(lower, ids, mask)
+    with torch.no_grad(), bare_forward(model.host, model.open_blocks), lower.installed():
+        whole = _logits(model.host, ids, mask)
+        states = lower.states_of(input_ids=ids, attention_mask=mask, use_cache=False)
+    if not isinstance(states, Tensor) or states.shape[:-1] != ids.shape:
+        raise ConditionError(
+            f"layer {count - 1} of {name} returns no hidden states (b, l, d), so these cannot be cached"
+        )
     try:
-        with lower.installed(), torch.no_grad():
-            with bare_forward(model.host, model.open_blocks):
-                _logits(model.host, *_texts(model.host, 1))  # so that states of the last text cannot help
-            again = _logits_from(lower, states, ids, mask)
+        with torch.no_grad(), bare_forward(model.host, model.open_blocks), lower.installed():
+            _logits(model.host, *_texts(model.host, 1))  # so that states of the last text cannot help
             alone = torch.zeros_like(states)
             for row, length in enumerate(LENGTHS):
                 alone[row, :length] = lower.compute([ids[row, :length]])[0]
-            near = _logits_from(lower, alone, ids, mask)
+            with lower.starting_from(states):
+                again = _logits(model.host, ids, mask)
+            with lower.starting_from(alone):
+                near = _logits(model.host, ids, mask)
     except MmattnError:
         raise
     except Exception as error:
@@ -233,54 +236,15 @@ def _frozen_layers(model: AdaptedModel) -> LowerLayers:
     return lower
 
 
-def _record(lower: LowerLayers, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the logits of texts and the hidden states (b, l, d) after the lower layers."""
-    model, name = lower.model, type(lower.model.host).__name__
-    called: list[nn.Module] = []
-    last: list[Tensor] = []
-
-    def note(layer: nn.Module, args: object, output: LayerOutput) -> None:
-        called.append(layer)
-        lower.outputs.append(len(output) if isinstance(output, tuple) else None)
-        if len(called) == lower.count:
-            last.append(_states_of(output))
-
-    with contextlib.ExitStack() as hooks, bare_forward(model.host, model.open_blocks), torch.no_grad():
-        for layer in lower.layers:
-            hooks.enter_context(layer.register_forward_hook(note, prepend=True))
-        whole = _logits(model.host, ids, mask)
-    states = last[0] if called == lower.layers else None
-    if not isinstance(states, Tensor) or states.dim() != 3 or states.shape[:2] != ids.shape:
-        raise ConditionError(
-            f"the layers of {name} are not run once each, one after the other, on hidden states (b, l, d), so these "
-            "cannot be cached"
-        )
-    return whole, states
-
-
-def _states_of(returned: LayerOutput) -> Tensor:
-    return returned[0] if isinstance(returned, tuple) else returned
-
-
-def _texts(host: nn.Module, shift: int) -> tuple[Tensor, Tensor]:
-    """Return two texts of unequal length as ids (2, l) and attention mask."""
-    device, size = device_of(embeddings_of(host)), getattr(text_config(host), "vocab_size", 2)
-    place = torch.arange(2 * max(LENGTHS), device=device).view(2, -1)
-    mask = (place[:1] < torch.tensor(LENGTHS, device=device)[:, None]).long()
-    return (place * 7 + 5 + shift) % size * mask, mask
+def _texts(host: nn.Module, seed: int) -> tuple[Tensor, Tensor]:
+    """Return two random texts of unequal length as ids (2, l) and attention mask."""
+    ids = random_ids(host, len(LENGTHS), max(LENGTHS), torch.Generator().manual_seed(seed))
+    mask = pad_sequence([ids.new_ones(length) for length in LENGTHS], True)
+    return ids * mask, mask
 
 
 def _logits(host: nn.Module, ids: Tensor, mask: Tensor) -> Tensor:
     return host(input_ids=ids, attention_mask=mask, use_cache=False).logits
-
-
-def _logits_from(lower: LowerLayers, states: Tensor, ids: Tensor, mask: Tensor) -> Tensor:
-    lower.skip(states)
-    try:
-        with bare_forward(lower.model.host, lower.model.open_blocks):
-            return _logits(lower.model.host, ids, mask)
-    finally:
-        lower.run()
 
 
 FORMAT = "mmattn-hidden-states"
@@ -300,10 +264,8 @@ class HiddenStateCache:
         self.lower, self.folder, self.batch_size = lower, folder, batch_size
         self.layers, self.found, self.computed = lower.count, 0, 0
 
-    def before(
-        self, reader: nn.Module, args: Positional, kwargs: dict[str, object]
-    ) -> tuple[Positional, dict[str, object]] | None:
-        """Let a forward start from cached hidden states: a pre-hook of the host's base model."""
+    def states_for(self, args: Positional, kwargs: dict[str, object]) -> Tensor | None:
+        """Return the cached hidden states for a forward of the host's base model; None if it runs all layers."""
         if torch.compiler.is_compiling():
             raise ConditionError(
                 "a compiled host cannot read cached hidden states: leave torch_compile or the cache out"
@@ -313,8 +275,8 @@ class HiddenStateCache:
             return None
         ids = inputs_of(args, kwargs)
         assert ids is not None
-        self.lower.skip(self._states(texts, ids))
-        return args, kwargs | {"use_cache": False}
+        kwargs["use_cache"] = False
+        return self._states(texts, ids)
 
     def _texts(self, args: Positional, kwargs: Keywords) -> PackedText | None:
         """Return where the texts of a forward are, or None if it goes on with a cache, or packs without a memory."""
@@ -474,5 +436,5 @@ def cached_hidden_states(
     """
     lower = lower_layers(model)
     cache = HiddenStateCache(lower, Path(folder), check_int("batch_size", batch_size))
-    with lower.skipped_by(cache.before):
+    with lower.skipped_by(cache.states_for):
         yield cache

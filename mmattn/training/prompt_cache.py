@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from mmattn.adapters.host_models import cache_name, check_ids, device_of, given_cache
 from mmattn.errors import ConditionError, ShapeError, TextError, check_int
@@ -38,12 +39,10 @@ class PromptCache:
             check_ids("a prompt", text, self.host)
         number = {text: row for row, text in enumerate(texts)}
         self.length = max(map(len, texts)) - 1
-        ids = torch.zeros(len(texts), self.length + 1, dtype=torch.long)
-        mask = torch.zeros_like(ids)
-        for row, text in enumerate(texts):
-            ids[row, -len(text) :], mask[row, -len(text) :] = torch.tensor(text), 1
         device = device_of(lower.reader)
-        self.ids, self.mask = ids.to(device), mask.to(device)
+        rows = [torch.tensor(text, device=device) for text in texts]
+        self.ids = pad_sequence(rows, True, 0, "left")
+        self.mask = pad_sequence(list(map(torch.ones_like, rows)), True, 0, "left")
         self._rows = torch.tensor([number[tuple(prompt)] for prompt in prompts], device=device)
         self._state = HostState(self.host)
         #: By cache of a call the states from which it starts; None once it has run.
@@ -117,11 +116,11 @@ class PromptCache:
         last = self._arguments(chosen, slice(self.length, None), self.mask[chosen])
         return last | {cache_name(self.lower.reader): cache}
 
-    def before(self, reader: nn.Module, args: Positional, kwargs: Keywords) -> None:
-        """Let a call with a cache of these prompts start from their states: a pre-hook of the host's base model."""
-        cache = given_cache(kwargs)
+    def states_for(self, args: Positional, kwargs: Keywords) -> Tensor | None:
+        """Return the states from which a call with a cache of these prompts starts; None for other calls."""
+        cache, reader = given_cache(kwargs), self.lower.reader
         if cache is None or cache not in self._calls:
-            return
+            return None
         states = self._calls[cache]
         self._calls[cache] = None
         if states is None:
@@ -134,7 +133,7 @@ class PromptCache:
                 "the host is trained, or its weights, config, LoRA or autocast have changed since it read the "
                 "prompts: open cached_prompts after that"
             )
-        self.lower.skip(states)
+        return states
 
     @torch.no_grad()
     def check(self) -> None:
@@ -201,6 +200,6 @@ def cached_prompts(
         raise ConditionError(f"{type(lower.model.host).__name__} is trained, so no prompt can be cached: freeze it")
     with lower.installed():
         cache = PromptCache(lower, prompts, batch_size)
-    with lower.skipped_by(cache.before):
+    with lower.skipped_by(cache.states_for):
         cache.check()
         yield cache

@@ -63,6 +63,7 @@ class AdapterTrainer(Trainer):
 
     optimizer: torch.optim.Optimizer | None
     model_accepts_loss_kwargs: bool
+    _loss_shifts_labels: bool
     _calibrates = False
     _chunks: bool | None  # None where the host's loss is still to be compared
 
@@ -84,7 +85,13 @@ class AdapterTrainer(Trainer):
                     "ddp_find_unused_parameters=True does not go with AdapterTrainer, which gives every trained "
                     "parameter a gradient, of zeros if need be: leave it out"
                 )
-            _read_in_every_process(arguments)
+            if arguments.accelerator_config.dispatch_batches:
+                raise ConfigError(
+                    "dispatch_batches=True sends slices of tensors to other processes, and a memory cannot be sliced: "
+                    "leave it out"
+                )
+            # Each process reads an `IterableDataset` and keeps its part of it, instead of being sent slices.
+            arguments.accelerator_config.dispatch_batches = False
             # What is logged, and where a copy begins, must not have each step wait for the device.
             arguments.logging_nan_inf_filter = False
             arguments.accelerator_config.non_blocking |= arguments.dataloader_pin_memory
@@ -102,23 +109,21 @@ class AdapterTrainer(Trainer):
             # Those of a host that answers questions, too, which the class of an adapted model does not name.
             host: Any = getattr(self.model, "host", self.model)
             self.label_names = find_labels(type(inner_host(host)))
-        of_tokens = getattr(self.model, "predicts_tokens", False) and not self.model.config.is_encoder_decoder
-        self._chunks = None if of_tokens and not (self.label_smoother or self.compute_loss_func) else False
-        if of_tokens:
-            self._loss_shifts_labels = True  # also of classes whose names the Trainer does not know
-        if self.compute_loss_func:
-            self._loss_shifts_labels = False  # labels may be anything
-        # Whether the host divides its loss by the targets of a whole step; None where a step must tell.
-        self._divides: bool | None = None if self.model_accepts_loss_kwargs else False
-        self._evaluated: list[Tensor] = []  # of each batch the sum over its targets, and their number
-        self._replicated: list[Any] = []  # trained parameters that are whole beside a sharded host
         self._is_mean_of_targets = not (
             self.label_smoother or self.compute_loss_func or self.model._get_name().endswith("ForCTC")
         )
-        if not self._is_mean_of_targets:
-            self._divides = True
-        else:
+        of_tokens = getattr(self.model, "predicts_tokens", False) and not self.model.config.is_encoder_decoder
+        self._chunks = None if of_tokens and self._is_mean_of_targets else False
+        # Also of classes whose names the Trainer does not know; for a loss of your own labels may be anything.
+        self._loss_shifts_labels = not self.compute_loss_func and (of_tokens or self._loss_shifts_labels)
+        # Whether the host divides its loss by the targets of a whole step; None where a step must tell.
+        self._divides: bool | None = None if self.model_accepts_loss_kwargs else False
+        if self._is_mean_of_targets:
             self.model_accepts_loss_kwargs = True  # the Trainer counts the targets of a step
+        else:
+            self._divides = True
+        self._evaluated: list[Tensor] = []  # of each batch the sum over its targets, and their number
+        self._replicated: list[Any] = []  # trained parameters that are whole beside a sharded host
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Create the AdamW of the arguments, with the groups of `parameter_groups`."""
@@ -389,17 +394,6 @@ class AdapterTrainer(Trainer):
 
     def _load_best_model(self) -> None:
         self._load_from_checkpoint(self.state.best_model_checkpoint)
-
-
-def _read_in_every_process(arguments: TrainingArguments) -> None:
-    """Have each process read an `IterableDataset` and keep its part of it, instead of being sent slices of tensors."""
-    config = arguments.accelerator_config
-    if config.dispatch_batches:
-        raise ConfigError(
-            "dispatch_batches=True sends slices of tensors to other processes, and a memory cannot be sliced: "
-            "leave it out"
-        )
-    config.dispatch_batches = False
 
 
 def last_complete(folder: Path) -> str | None:

@@ -136,8 +136,7 @@ def first_tokens(load: Load, options: argparse.Namespace) -> None:
         row, question, memory = queue.pop(0)
         sizes = [end - begin for begin, end in windows if begin <= number < end]
         if sizes:
-            start = time.perf_counter()
-            ours[number] = time.perf_counter() - start + first_token(load.model, question, memory=memory)
+            ours[number] = first_token(load.model, question, memory=memory)
             if number % max(min(sizes) // FROM_PROMPT, 1) == 0:
                 more = load.cache.select([row], recomputed_tokens=again(load))
                 seconds = first_token(load.model.host, load.in_prompt(row, question))

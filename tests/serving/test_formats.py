@@ -51,7 +51,7 @@ def written(tokenizer: Any, prompt: list[int], ids: list[int], *, chat: bool, ec
     )
     assert writer.sampler is not None
     writer.sampler.logprobs = [TokenLogprob(one, -1.0, ((one, -1.0),)) for one in ids]
-    echoed = Echo(tokenizer.decode(prompt), prompt, [TokenLogprob(one, -1.0) for one in prompt[1:]])
+    echoed = Echo(prompt, [TokenLogprob(one, -1.0) for one in prompt[1:]])
     form = Format(chat, "tiny", tokenizer, len(prompt), 1, {0: echoed} if echo else {})
     pieces = (
         [writer.read(ids[: n + 1], n + 1 == len(ids)) for n in range(len(ids))] if stream else [writer.read(ids, True)]

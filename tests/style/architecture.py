@@ -41,24 +41,24 @@ WITHIN = {"kv_store": "hosts"}
 #: Most lines of Python in each room ("." for the files at the top), and most files in all. A change that needs more
 #: moves something out; a limit above its goal only goes down.
 BUDGETS = {
-    ".": 740,  # goal 600
+    ".": 730,  # goal 600
     "memory": 680,  # goal 650
     "core": 2_480,  # goal 2,450
     "adapters": 6_550,  # goal 5,600
-    "hosts": 8_180,  # goal 7,000
-    "kv_store": 1_610,
+    "hosts": 8_050,  # goal 7,000
+    "kv_store": 1_560,
     "encoders": 3_190,  # goal 2,700
     "retrieval": 3_910,  # goal 3,400
     "models": 760,  # goal 700
     "data": 1_530,  # goal 1,500
-    "training": 2_360,  # goal 1,700
-    "inspect": 2_380,  # goal 2,100
-    "pipelines": 1_940,  # goal 2,000
-    "serving": 2_170,  # goal 2,000
+    "training": 2_330,  # goal 1,700
+    "inspect": 2_330,  # goal 2,100
+    "pipelines": 1_920,  # goal 2,000
+    "serving": 2_130,  # goal 2,000
     "evaluation": 200,
     "storage": 900,
     "testing": 1_610,
-    "cli": 1_110,  # goal 940
+    "cli": 1_090,  # goal 940
     "recipes": 390,  # goal 360
 }
 FILES = 205

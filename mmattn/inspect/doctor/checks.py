@@ -8,9 +8,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 from typing import Protocol, runtime_checkable
 
@@ -20,9 +20,8 @@ from torch import Tensor, nn
 
 from mmattn.adapters.composed import AugmentedPrompt
 from mmattn.errors import NonFiniteError
-from mmattn.hosts.context import Arguments, Keywords, Positional, is_reading_memory
+from mmattn.hosts.context import Arguments, Keywords, LayerOutput, Positional, is_reading_memory
 from mmattn.hosts.model import AdaptedModel
-from mmattn.hosts.probe import in_eval_mode
 from mmattn.memory import Memory
 
 Verdict = tuple[bool | None, str]
@@ -92,7 +91,7 @@ def padding(trial: Trial) -> Verdict:
 
 def future(trial: Trial) -> Verdict:
     """Check that no token attends to slots of later tokens."""
-    first = trial.first_tokens()
+    first = trial.adapter.first_tokens(trial.slots, trial.batch)
     if first is None:
         return None, "not checked: every token may attend to every slot"
     first = torch.where(trial.slots.real_slots().cpu(), first, -1)
@@ -330,10 +329,26 @@ class Trial:
         """Return inputs and outputs of the host's layers that the adapter acts at; `fixed` replaces the inputs."""
         inputs: dict[int, Tensor] = {}
         outputs: dict[int, Tensor] = {}
-        with contextlib.ExitStack() as stack:
+
+        def before(
+            index: int, module: nn.Module, args: Positional, kwargs: Arguments
+        ) -> tuple[Positional, Arguments] | None:
+            if is_reading_memory():
+                return None
+            inputs[index] = x = (args[0] if args else kwargs["hidden_states"]) if fixed is None else fixed[index]
+            return ((x, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": x})
+
+        def after(index: int, part: int, module: nn.Module, args: Positional, output: LayerOutput) -> None:
+            if not is_reading_memory():
+                outputs[index] = output if isinstance(output, Tensor) else output[part]
+
+        with contextlib.ExitStack() as hooks:
             for index in self.adapter.layers:
                 module, part = self.model.changed_output(self.adapter, index)
-                stack.enter_context(_tapped(module, part, index, inputs, outputs, fixed))
+                # Prepended: an adapter that acts before its layer must read the fixed input.
+                hook = module.register_forward_pre_hook(partial(before, index), with_kwargs=True, prepend=True)
+                hooks.enter_context(hook)
+                hooks.enter_context(module.register_forward_hook(partial(after, index, part)))
             self.run(memory)
         return inputs, outputs
 
@@ -343,10 +358,6 @@ class Trial:
         inputs, full = self.states_at_layers(self.memory)
         other, bare = (self.states_at_layers(memory, inputs)[1] for memory in (shuffled(self.memory), None))
         return {index: (full[index], other[index], bare[index]) for index in full}
-
-    def first_tokens(self) -> Tensor | None:
-        """Return the first token that may attend to each slot (b, m), the text's length for none; None for all."""
-        return self.adapter.first_tokens(self.slots, self.batch)
 
 
 def apart(output: Tensor, expected: Tensor) -> Tensor:
@@ -361,13 +372,6 @@ def apart(output: Tensor, expected: Tensor) -> Tensor:
     return far.flatten(1).amax(1) / size
 
 
-@contextlib.contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put a model into evaluation mode inside the block, without gradients."""
-    with in_eval_mode(model), torch.no_grad():
-        yield
-
-
 def twin(model: AdaptedModel) -> AdaptedModel:
     """Return a copy of a model that shares its parameters and buffers; changes of its modules reach no other thread."""
     return copy.deepcopy(model, {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())})
@@ -376,32 +380,6 @@ def twin(model: AdaptedModel) -> AdaptedModel:
 def cuda_devices(model: nn.Module) -> list[int]:
     """Return the numbers of the CUDA devices that a model has parameters on."""
     return sorted({parameter.device.index for parameter in model.parameters() if parameter.device.type == "cuda"})
-
-
-@contextlib.contextmanager
-def _tapped(
-    layer: nn.Module,
-    part: int,
-    index: int,
-    inputs: dict[int, Tensor],
-    outputs: dict[int, Tensor],
-    fixed: Mapping[int, Tensor] | None,
-) -> Iterator[None]:
-    """Store the input and the output of a layer inside the block, and replace the input by a fixed one."""
-
-    def before(module: nn.Module, args: Positional, kwargs: Arguments) -> tuple[Positional, Arguments] | None:
-        if is_reading_memory():
-            return None
-        inputs[index] = x = (args[0] if args else kwargs["hidden_states"]) if fixed is None else fixed[index]
-        return ((x, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": x})
-
-    def after(module: nn.Module, args: Positional, output: Tensor | tuple[Tensor, ...]) -> None:
-        if not is_reading_memory():
-            outputs[index] = output if isinstance(output, Tensor) else output[part]
-
-    # Prepended: an adapter that acts before its layer must read the fixed input.
-    with layer.register_forward_pre_hook(before, with_kwargs=True, prepend=True), layer.register_forward_hook(after):
-        yield
 
 
 # Other memories -----------------------------------------------------------------------------------------------------
@@ -426,10 +404,10 @@ def shuffled(memory: RowMemory, where: Tensor | None = None) -> RowMemory:
 
 
 def emptied(memory: Memory, where: Tensor | None = None) -> Memory:
-    """Return the memory with every slot of some rows masked."""
+    """Return the memory with slots masked: all, those of some rows (b,), or some (b, m)."""
     real = memory.real_slots()
-    mask = torch.zeros_like(real) if where is None else real & ~where.to(real.device)[:, None]
-    return Memory(memory.tokens, mask, memory.segments, memory.scores, check_finite=False)
+    hidden = torch.ones_like(real) if where is None else where.to(real.device).view(memory.batch, -1)
+    return Memory(memory.tokens, real & ~hidden, memory.segments, memory.scores, check_finite=False)
 
 
 def cut(memory: Memory) -> Memory:

@@ -21,7 +21,8 @@ from mmattn.errors import AdapterFileError, ConditionError, ConfigError, NonFini
 from mmattn.hosts import host_kinds, load
 from mmattn.hosts.context import Arguments, Call, Keywords
 from mmattn.hosts.model import AdaptedModel
-from mmattn.inspect.doctor.checks import CHECKS, OF_SLOTS, RowMemory, Trial, evaluating, openings
+from mmattn.hosts.probe import in_eval_mode
+from mmattn.inspect.doctor.checks import CHECKS, OF_SLOTS, RowMemory, Trial, openings
 from mmattn.inspect.doctor.looking import examine
 from mmattn.inspect.doctor.questions import make_answer, read_items
 from mmattn.inspect.doctor.report import Report
@@ -76,10 +77,8 @@ def doctor(
         items = read_items(data, check_int("max_questions", max_questions))
         with counted(None, "answers", progress) as advance:
             return examine(make_answer(model, processor, batch_size, batched), items, batch_size, advance)
-    _check_batch(data)
-    batch: Keywords = data  # type: ignore[assignment]
-    report = Report()
-    with evaluating(model):
+    batch, report = _checked_batch(data), Report()
+    with in_eval_mode(model), torch.no_grad():
         memories = memories_of(model, batch)
         for name, memory in memories.items():
             trial = Trial(model, name, batch, memory)
@@ -175,7 +174,7 @@ def memories_of(model: AdaptedModel, batch: Keywords) -> dict[str, RowMemory]:
     return memories
 
 
-def _check_batch(batch: object) -> None:
+def _checked_batch(batch: object) -> Keywords:
     if not isinstance(batch, Mapping) or batch.get("memory") is None:
         kind = list(batch) if isinstance(batch, Mapping) else type(batch).__name__
         raise ConfigError(
@@ -183,6 +182,7 @@ def _check_batch(batch: object) -> None:
         )
     if given_cache(batch) is not None:
         raise ConditionError("doctor calls the model many times, which would fill its cache: give the whole text")
+    return batch
 
 
 def random_batch(model: AdaptedModel, name: str = "default") -> Arguments:

@@ -44,7 +44,7 @@ from mmattn.encoders.images import ImageEncoder, load_image_encoder
 from mmattn.errors import AttachError, ShapeError
 from mmattn.hosts.probe import outermost_lists
 from mmattn.memory import Memory
-from mmattn.pipelines.build import check_encoder, saved_fingerprint
+from mmattn.pipelines.build import check_encoder
 from mmattn.serving.vllm.engine import served_settings
 
 
@@ -112,7 +112,7 @@ class MemoryInfo(BaseProcessingInfo):
             return None
         (name, pooled), folder = config.mmattn_encoder, Path(config.mmattn_adapter)
         encoder = load_image_encoder(name, "cpu", pooled=pooled)
-        check_encoder(encoder, name, folder, saved_fingerprint(folder))
+        check_encoder(encoder, name, folder)
         return encoder
 
     @property

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -78,7 +78,7 @@ class PrefixRows:
         """Check what was given as `memory=` to an adapter with `count` prefixes."""
         if not isinstance(memory, PrefixRows):
             plain = _plain(memory)
-            rows = [_plain(row) for row in (plain if isinstance(plain, (list, tuple)) else [plain])]
+            rows: list[Any] = [_plain(row) for row in (plain if isinstance(plain, (list, tuple)) else [plain])]
             rows = [[] if row is None or (isinstance(row, int) and row == -1) else row for row in rows]
             rows = [row if isinstance(row, (list, tuple)) else [row] for row in rows]
             if any(not isinstance(number, int) or isinstance(number, bool) for row in rows for number in row):
@@ -111,7 +111,7 @@ class PrefixRows:
         return self.cache.nbytes()
 
 
-def _plain(value: object) -> object:
+def _plain(value: object) -> Any:
     """Return a number or numbers (n,) of a tensor as Python has them, and anything else as it is."""
     return value.tolist() if isinstance(value, Tensor) and value.dim() < 2 else value
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import random
 import re
@@ -24,11 +25,13 @@ os.environ["HF_DATASETS_CACHE"] = tempfile.mkdtemp(prefix="mmattn-datasets-")
 import numpy as np
 import pytest
 import torch
+import transformers
 from hypothesis import settings
 
 from mmattn.hosts import AdaptedCausalLM
 from tests import tiny
 from tests.retrieval import databases
+from tests.tiny_texts import save_encoder
 
 ROOT = Path(__file__).resolve().parent.parent
 atexit.register(shutil.rmtree, os.environ["HF_DATASETS_CACHE"], ignore_errors=True)
@@ -67,6 +70,19 @@ def seeded(request: pytest.FixtureRequest) -> int:
 
 
 @pytest.fixture
+def nothing_deprecated() -> Iterator[None]:
+    """Fail if transformers logs that a name is deprecated; what only warns of it is an error in every test."""
+    lines, notes = list[str](), logging.Handler()
+    notes.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = transformers.utils.logging.get_logger("transformers")
+    logger.addHandler(notes)
+    getattr(logging.Logger.warning_once, "cache_clear", lambda: None)()  # what another test was told once
+    yield
+    logger.removeHandler(notes)
+    assert [line for line in lines if "deprecated" in line] == []
+
+
+@pytest.fixture
 def model() -> AdaptedCausalLM:
     """A tiny LLaMA with a gated adapter whose gates are open."""
     return tiny.attach(tiny.make("llama"))
@@ -76,6 +92,13 @@ def model() -> AdaptedCausalLM:
 def ids() -> torch.Tensor:
     """Token ids (3, 7)."""
     return tiny.text(3, 7)
+
+
+@pytest.fixture(scope="session")
+def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tiny encoder of texts."""
+    torch.manual_seed(11)
+    return save_encoder(tmp_path_factory.mktemp("bert"))
 
 
 @pytest.fixture(scope="session")

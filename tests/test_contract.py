@@ -237,9 +237,10 @@ DOES_NOT_APPLY = {
 }
 
 
+@pytest.mark.usefixtures("nothing_deprecated")
 @pytest.mark.parametrize(("check", "name"), contracts.applying(adapter_checks(), ADAPTERS, DOES_NOT_APPLY, SLOW))
 def test_adapters(check: Check, name: str) -> None:
-    """Invariants 23, 26, 27, 28, 31, 32, 34, 45, 51, 52, 54."""
+    """Invariants 23, 26, 27, 28, 31, 32, 34, 45, 51, 52, 54, 60, 177."""
     contracts.holds(check, case_of(name))
 
 

@@ -7,7 +7,6 @@ tests/kv_store/test_passage_cost.py, steps of a diffusion model in tests/hosts/d
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,25 +15,16 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import mmattn
 from tests import tiny
-from tests.device import act_as_device, count
+from tests.device import act_as_device, beyond, count
 
 LAYERS = 4  # of eight have an adapter
 SLOTS = torch.arange(17) < torch.tensor([[9], [17]])
 IDS = torch.ones(2, 6, dtype=torch.long)
 
-Work = Callable[[], object]
-
 
 @pytest.fixture(autouse=True)
 def device(monkeypatch: pytest.MonkeyPatch) -> None:
     act_as_device(monkeypatch)
-
-
-def beyond(ours: Work, bare: Work) -> int:
-    """The operations of a call beyond those of the bare one, which does not wait less."""
-    found, less = count(ours), count(bare)
-    assert len(found.waits) <= len(less.waits), found.waits
-    return found.operations - less.operations
 
 
 @torch.no_grad()

@@ -91,12 +91,6 @@ def test_every_name_of_the_front_door_opens() -> None:
         _ = mmattn.Memroy
 
 
-def test_star_import_gives_the_front_door() -> None:
-    names: dict[str, object] = {}
-    exec("from mmattn import *", names)
-    assert set(mmattn.__all__) <= set(names)
-
-
 def test_the_package_works_without_its_optional_dependencies() -> None:
     """Invariant 89."""
     missing = ("open_clip", "torchvision", "matplotlib", "diffusers", "faiss", "peft", "datasets", "sklearn", "PIL")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import normalizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from mmattn.adapters.composed.augmenting_model import retokenize
@@ -16,21 +16,14 @@ from mmattn.errors import TextError
 from mmattn.inspect.doctor.questions import make_answer
 from mmattn.pipelines.generation import chat_ids, template_ids
 from mmattn.tokenization import ClipTokenizer, check_text, tokenize
-from tests import tiny
+from tests import tiny, tiny_texts
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
     """A byte-level BPE with begin, end, an image token, and a word added as no special token."""
-    raw = Tokenizer(models.BPE())
-    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    raw.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300, special_tokens=["<s>", "</s>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
-    )
-    raw.train_from_iterator(["the bluebell flowers in the woods in spring"] * 7, trainer)
-    raw.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)])
-    made = PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<s>", eos_token="</s>", pad_token="</s>")
+    made = tiny_texts.tiny_tokenizer()
+    made.pad_token = made.eos_token
     made.add_special_tokens({"additional_special_tokens": ["<image>"]})
     made.add_tokens(["<sound>"])
     return made
@@ -63,7 +56,7 @@ WAYS = ("texts", "a template", "a conversation", "a model that is asked", "two t
 
 def _ways(tokenizer: Any) -> dict[str, Callable[[], object]]:
     """What reads a text with a tokenizer that it was given."""
-    lm = tiny.make("llama", vocab_size=307)
+    lm = tiny.make("llama", vocab_size=len(tokenizer))
     ids = torch.tensor([tokenizer("the woods", add_special_tokens=False)["input_ids"]])
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}</s>"
     return {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoModelForCausalLM,
+    GenerationConfig,
     PreTrainedModel,
 )
 
@@ -168,6 +171,15 @@ def going_on(cache: Any) -> dict[str, Any]:
     return {"cache" if IS_5_24 else "past_key_values": cache}
 
 
+def paged(new: int, **more: Any) -> dict[str, Any]:
+    """Greedy settings of continuous batching, `new` tokens each, with few blocks: the default ones take a minute."""
+    from transformers import ContinuousBatchingConfig
+
+    blocks = ContinuousBatchingConfig(**{"num_blocks": 64, "page_size": 16, "max_batch_tokens": 64} | more)
+    answers = GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    return {"generation_config": answers, "continuous_batching_config": blocks}
+
+
 def text(b: int, length: int = 7, seed: int = 0) -> Tensor:
     """Random token ids (b, length), free of special ids."""
     return torch.randint(2, VOCAB, (b, length), generator=torch.Generator().manual_seed(2000 + seed))
@@ -180,6 +192,34 @@ def attach(lm: nn.Module, *, opened: bool = True, name: str = "default", **setti
     settings = {"memory_dim": MEMORY_DIM, "layers": (0, 2), "num_heads": 2, "head_dim": 8} | settings
     model = mmattn.attach(lm, mmattn.GatedAdapter(**settings), name=name)
     return open_gates(model) if opened else model
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Inside the block tensors are made in this dtype by default."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextlib.contextmanager
+def counting(*modules: nn.Module) -> Iterator[list[Any]]:
+    """A list that grows by a module's inputs each time that one of these runs."""
+    ran: list[Any] = []
+    with contextlib.ExitStack() as stack:
+        for module in modules:
+            stack.enter_context(module.register_forward_hook(lambda module, args, output: ran.append(args)))
+        yield ran
+
+
+@torch.no_grad()
+def written(model: Any, ids: Tensor, new: int, **how: Any) -> Tensor:
+    """What a model writes after a text, greedily unless told: new tokens only (b, new)."""
+    out: Tensor = model.generate(ids, **{"max_new_tokens": new, "do_sample": False} | how)
+    return out[:, ids.shape[1] :]
 
 
 def own(ids: Tensor, family: str = "llama") -> Tensor:

@@ -152,14 +152,6 @@ def own(kind: str = "stable", b: int = ROWS) -> Tensor:
         return make(kind)(*args, **kwargs).sample
 
 
-def traces(unet: Any) -> list[tuple[str, list[str], int]]:
-    """What of a module shows that someone was here: its attributes, and how many hooks it has."""
-    return [
-        (name, sorted(module.__dict__), len(module._forward_hooks) + len(module._forward_pre_hooks))
-        for name, module in unet.named_modules()
-    ]
-
-
 def lora(unet: Any, seed: int = 5, **settings: Any) -> None:
     """Put a LoRA on the attention of a UNet, its weights random."""
     targets = ["to_out.0"] if settings.get("lora_bias") else ["to_q", "to_k", "to_v", "to_out.0"]
@@ -172,18 +164,6 @@ def lora(unet: Any, seed: int = 5, **settings: Any) -> None:
 
 
 @contextmanager
-def counting(*modules: Any) -> Iterator[list[Any]]:
-    """A list that grows by a module each time that one of these runs."""
-    ran: list[Any] = []
-    hooks = [module.register_forward_hook(lambda module, args, output: ran.append(module)) for module in modules]
-    try:
-        yield ran
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-@contextmanager
 def listening(model: Any, place: int) -> Iterator[dict[str, Tensor]]:
     """What goes into the cross-attention layer of this number and what comes out, adapters included."""
     heard: dict[str, Tensor] = {}
@@ -191,11 +171,8 @@ def listening(model: Any, place: int) -> Iterator[dict[str, Tensor]]:
     def note(attn: Any, args: tuple[Tensor, ...], output: Tensor) -> None:
         heard.update(x=args[0], out=output)
 
-    hook = model.layer(place).register_forward_hook(note)
-    try:
+    with model.layer(place).register_forward_hook(note):
         yield heard
-    finally:
-        hook.remove()
 
 
 def share(model: Any, place: int, x: Tensor, memory: mmattn.Memory, name: str = "default") -> Tensor:

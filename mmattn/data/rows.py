@@ -62,11 +62,6 @@ class Row:
         """True if the row has a memory."""
         return bool(self.images or self.passages or self.memory is not None)
 
-    @property
-    def text_length(self) -> int:
-        """Number of characters of prompt and text, to group rows of similar length."""
-        return len(self.prompt) + len(self.text)
-
 
 def make_row(values: Values, host: str = "language", folder: Path | None = None) -> Row:
     """Return a row from its columns; an empty value counts as missing.

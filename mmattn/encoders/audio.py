@@ -15,7 +15,7 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, BinaryIO, TypeGuard
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -54,21 +54,15 @@ class SoundEncoder(FrozenEncoder):
 
     sampling_rate: int
 
-    def forward(
-        self,
-        sounds: object,
-        *,
-        sampling_rate: int | None = None,
-        progress: bool = False,
-    ) -> Memory:
+    def forward(self, sounds: object, *, progress: bool = False) -> Memory:
         """Return the memory (b, m, e) of b sounds, padded, computed without gradients; `encode` is the same.
 
         `sources` of the memory gives the sound, start and end in seconds: {"audio": 0, "start": 1.28, "end": 1.3}, and
         for models of spectrograms the "band", counted from the lowest.
 
         Args:
-            sounds: one sound or a list of them, of any kind that `load_audio` reads.
-            sampling_rate: of arrays and tensors; by default that of the encoder. Files state theirs.
+            sounds: one sound or a list of them, of any kind that `load_audio` reads. Arrays without a rate have that of
+                the encoder.
             progress: show the progress on stderr.
 
         Raises:
@@ -78,7 +72,7 @@ class SoundEncoder(FrozenEncoder):
         items, rows, sources = sound_list(sounds), [], []
         for number in tracked(len(items), "encoding", progress):
             try:
-                wave = load_audio(items[number], self.sampling_rate, source_rate=sampling_rate)
+                wave = load_audio(items[number], self.sampling_rate)
                 parts = list(self._encode(wave.split(_BLOCK)))
             except AudioError as error:
                 raise AudioError(f"sound {number}: {error}") from error
@@ -88,13 +82,12 @@ class SoundEncoder(FrozenEncoder):
 
     encode = forward
 
-    def stream(self, pieces: object, *, sampling_rate: int | None = None) -> Iterator[Memory]:
+    def stream(self, pieces: object) -> Iterator[Memory]:
         """Yield the memory of one sound piece by piece, as it arrives; the tokens are those of the whole sound.
 
         Args:
             pieces: one sound, as for `load_audio`, or an iterable of waveforms (samples,) or (channels, samples) that
-                follow each other.
-            sampling_rate: of the pieces; by default that of the encoder.
+                follow each other at the rate of the encoder; with another rate (pieces, sampling rate).
 
         Yields:
             Memories (1, n, e) with n of 1 or more, for `MemoryStream.append`.
@@ -102,7 +95,7 @@ class SoundEncoder(FrozenEncoder):
         Raises:
             AudioError: a piece cannot be read, or all of them are too short for one token.
         """
-        for tokens, times in self._encode(_resampled(pieces, self.sampling_rate, sampling_rate)):
+        for tokens, times in self._encode(_resampled(pieces, self.sampling_rate)):
             if len(tokens):
                 yield Memory(tokens[None], sources=[[{"audio": 0, **time} for time in times]])
 
@@ -210,10 +203,8 @@ class AudioEncoder(SoundEncoder):
     def _states(self, wave: Tensor) -> tuple[Tensor, float]:
         """Return states (times, bands, e) of a waveform without its padding, and the samples between two states."""
         inputs = self._features(wave)
-        mask, lengths = (
-            inputs.pop("attention_mask", None),
-            getattr(self.model, "_get_feat_extract_output_lengths", None),
-        )
+        mask = inputs.pop("attention_mask", None)
+        lengths = getattr(self.model, "_get_feat_extract_output_lengths", None)
         real = None if mask is None else int(mask.sum() if lengths is None else lengths(mask.sum()))
         if real is not None and real < 1:
             return torch.zeros(0, 1, self.dim, dtype=self.dtype, device=self.device), 1.0
@@ -353,35 +344,27 @@ class LogMelEncoder(SoundEncoder):
         return tokens.to(self.dtype).view(count, -1), sources
 
 
-def load_audio(
-    source: object,
-    sampling_rate: int = SAMPLING_RATE,
-    *,
-    source_rate: int | None = None,
-) -> Tensor:
+def load_audio(source: object, sampling_rate: int = SAMPLING_RATE) -> Tensor:
     """Read one sound as a mono waveform (samples,), float32 with full scale 1, at a sampling rate.
 
     Args:
-        source: path, bytes, open binary file, array or tensor (samples,) or (channels, samples), or a value of an
-            `Audio` column of `datasets`: a dict {"array": …, "sampling_rate": …} or {"bytes": …, "path": …}, or a
-            decoder of torchcodec. Integers are scaled by their range.
-        sampling_rate: samples in a second of the result.
-        source_rate: samples in a second of an array; by default `sampling_rate`. Files state theirs.
+        source: path, bytes, open binary file, array or tensor (samples,) or (channels, samples), a tuple (array,
+            sampling rate), or a value of an `Audio` column of `datasets`: a dict {"array": …, "sampling_rate": …} or
+            {"bytes": …, "path": …}, or a decoder of torchcodec. Integers are scaled by their range.
+        sampling_rate: samples in a second of the result, and of an array without a rate.
 
     Raises:
         AudioError: `source` is no sound, is damaged, cut short, empty, too long, or has NaN.
         ConfigError: a setting that is not allowed.
         MissingExtraError: soundfile is not installed, or soxr, and they are needed.
 
-    >>> load_audio(torch.zeros(2, 441), 16000, source_rate=44100).shape
+    >>> load_audio((torch.zeros(2, 441), 44100), 16000).shape
     torch.Size([160])
     """
-    return torch.cat(list(_resampled(source, sampling_rate, source_rate, MAX_SECONDS)))
+    return torch.cat(list(_resampled(source, sampling_rate, MAX_SECONDS)))
 
 
-def _resampled(
-    source: object, sampling_rate: int, source_rate: int | None, max_seconds: float = math.inf
-) -> Iterator[Tensor]:
+def _resampled(source: object, sampling_rate: int, max_seconds: float = math.inf) -> Iterator[Tensor]:
     """Yield one sound as pieces (samples,) of its waveform, which follow each other without a gap.
 
     Only a piece of a file is in memory at once. Arguments as for `load_audio`; `source` may also be an iterable of
@@ -389,7 +372,7 @@ def _resampled(
     """
     check_int("sampling_rate", sampling_rate)
     with ExitStack() as stack:
-        name, rate, pieces = _opened(source, sampling_rate if source_rate is None else source_rate, stack)
+        name, rate, pieces = _opened(source, sampling_rate, stack)
         change = None
         if rate != sampling_rate:
             change = import_extra("soxr", "audio").ResampleStream(rate, sampling_rate, 1, dtype="float32", quality="HQ")
@@ -416,11 +399,11 @@ def sound_list(sounds: object) -> list[object]:
 
 
 def _has_rate(sound: object) -> TypeGuard[tuple[object, int]]:
-    """Return True for (array, sampling rate), as soundfile and torchaudio read a file."""
-    return isinstance(sound, tuple) and len(sound) == 2 and is_array(sound[0]) and isinstance(sound[1], int)
+    """Return True for (array or pieces, sampling rate); soundfile and torchaudio read a file as the former."""
+    return isinstance(sound, tuple) and len(sound) == 2 and isinstance(sound[1], int)
 
 
-def _opened(source: object, source_rate: int, stack: ExitStack) -> tuple[str, int, Iterator[Tensor]]:
+def _opened(source: Any, source_rate: int, stack: ExitStack) -> tuple[str, int, Iterator[Tensor]]:
     """Return the name of a sound in messages, its rate, and pieces (samples, channels) as they are stored."""
     source = undecoded(source)
     if hasattr(source, "get_all_samples"):
@@ -437,8 +420,8 @@ def _opened(source: object, source_rate: int, stack: ExitStack) -> tuple[str, in
         source = torch.tensor(array) if isinstance(array, list) else array
     if _has_rate(source):
         source, source_rate = source
+    check_int("sampling_rate", source_rate)
     if is_array(source):
-        check_int("source_rate", source_rate)
         name, samples = _of_array(source)
         return name, source_rate, iter([samples])
     is_file = isinstance(source, (str, bytes, bytearray, memoryview)) or hasattr(source, "read")

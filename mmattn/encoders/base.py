@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from mmattn.errors import ConfigError, MmattnError, check_int
 from mmattn.lazy import Registry
 from mmattn.memory import Memory
-from mmattn.storage.tensor_cache import TensorVersion
+from mmattn.storage.tensor_cache import TensorCache
 from mmattn.tokenization import check_text
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class FrozenEncoder(nn.Module, ABC):
         self.model = (nn.Module() if model is None else model).requires_grad_(False)
         self.to(device or "cpu")
         self.settings = dict(settings or {})
-        self._hashed: tuple[str, TensorVersion, str] | None = None
+        self._fingerprints = TensorCache()
         self.eval()
 
     def train(self, mode: bool = True) -> FrozenEncoder:
@@ -85,16 +85,17 @@ class FrozenEncoder(nn.Module, ABC):
     def fingerprint(self) -> str:
         """sha256 of the settings and weights that the memory depends on: equal for equal encoders on any machine."""
         weights = {name: tensor for name, tensor in self._weights().items() if isinstance(tensor, Tensor)}
-        described, tensors = json.dumps([self._described(), list(weights)], sort_keys=True), list(weights.values())
-        if self._hashed is None or self._hashed[0] != described or not self._hashed[1].holds(tensors):
-            version = TensorVersion(tensors)
-            digest = hashlib.sha256(json.dumps(self._described(), sort_keys=True).encode())
+        described = json.dumps(self._described(), sort_keys=True)
+
+        def compute() -> str:
+            digest = hashlib.sha256(described.encode())
             for name in sorted(weights):
                 tensor = weights[name].detach().cpu().contiguous()
                 digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
                 digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
-            self._hashed = (described, version, digest.hexdigest())
-        return self._hashed[2]
+            return digest.hexdigest()
+
+        return self._fingerprints.get((described, *weights), list(weights.values()), compute)
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in self._shown)

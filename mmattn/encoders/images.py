@@ -6,7 +6,7 @@ as its EXIF says, laid on white where it is transparent, and its header is check
 
 from __future__ import annotations
 
-import json
+import difflib
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -89,6 +89,13 @@ def picture_files(paths: Iterable[str | os.PathLike[str]]) -> list[str]:
         else:
             raise ImageError(f"there is no file {path!r}: name a picture, or a folder of pictures")
     return files
+
+
+def unknown_network(fault: str, name: object, known: Sequence[str]) -> ConfigError:
+    """Return the error of a name that a library of networks does not know."""
+    near = difflib.get_close_matches(str(name), known, 3)
+    advice = f"did you mean {', '.join(near)}?" if near else f"encoders of images are {IMAGE_NAMES}"
+    return ConfigError(f"{fault} {name!r}; {advice}")
 
 
 class PixelProcessor(Protocol):
@@ -448,14 +455,8 @@ def load_image_encoder(name: str, device: str | torch.device | None = None, *, p
         AdapterFileError: there is none of this name.
     """
     name = find_asset(name if os.path.exists(name) else _SHORT_NAMES.get(name, name))
-    default = "style" if name.endswith(".safetensors") else "timm" if _is_timm_folder(name) else "openclip"
+    is_clip = (Path(name) / "open_clip_config.json").is_file()
+    is_timm = (Path(name) / "config.json").is_file() and not is_clip
+    default = "style" if name.endswith(".safetensors") else "timm" if is_timm else "openclip"
     encoder: ImageEncoder = load_encoder(name, default, ImageEncoder, device, pooled=pooled)
     return encoder
-
-
-def _is_timm_folder(name: str) -> bool:
-    """Return True for a folder that timm wrote."""
-    try:
-        return "architecture" in json.loads((Path(name) / "config.json").read_text("utf-8"))
-    except (OSError, ValueError):
-        return False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import logging
 import os
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mmattn.encoders.base import TextEncoderBase, register_encoder
-from mmattn.encoders.images import IMAGE_NAMES, ImageEncoder, ImageProcessor
+from mmattn.encoders.images import ImageEncoder, ImageProcessor, unknown_network
 from mmattn.errors import AdapterFileError, ConfigError, import_extra
 from mmattn.progress import tracked
 from mmattn.storage.safetensors import check_values
@@ -174,9 +173,7 @@ def _load(name: str, pretrained: str | os.PathLike[str] | None) -> tuple[str, CL
     options: dict[str, object] = {"require_pretrained": True}
     if not name.startswith(_SCHEMAS):
         if name not in open_clip.list_models():
-            near = difflib.get_close_matches(name, open_clip.list_models(), 3)
-            advice = f"did you mean {', '.join(near)}?" if near else f"encoders of images are {IMAGE_NAMES}"
-            raise ConfigError(f"open_clip has no model {name!r}; {advice}")
+            raise unknown_network("open_clip has no model", name, open_clip.list_models())
         released = open_clip.get_pretrained_cfg(name, weights) if weights else None
         # Weights trained with QuickGELU are released under names without it, too.
         options = {"pretrained": weights, "force_quick_gelu": bool((released or {}).get("quick_gelu"))}

@@ -70,12 +70,7 @@ class SeriesEncoder(FrozenEncoder):
         super().__init__(None, settings, device)
         self.dim = 2 * channels * (patch_length + 1) + position_features
 
-    def forward(
-        self,
-        series: object,
-        *,
-        progress: bool = False,
-    ) -> Memory:
+    def forward(self, series: object, *, progress: bool = False) -> Memory:
         """Return the memory (b, m, e) of b series, the shorter ones padded; `encode` is the same.
 
         `sources` of the memory gives series, first time step and end: {"series": 0, "start": 16, "end": 32}.

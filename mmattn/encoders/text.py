@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -254,14 +255,6 @@ _TRANSFORMER_FILES = tuple(
     f"sentence_{name}_config.json"
     for name in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 )
-_LEGACY_POOLING = {
-    "pooling_mode_cls_token": "cls",
-    "pooling_mode_max_tokens": "max",
-    "pooling_mode_mean_tokens": "mean",
-    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
-    "pooling_mode_weightedmean_tokens": "weightedmean",
-    "pooling_mode_lasttoken": "lasttoken",
-}
 #: Settings of the transformer with which it is that of transformers, beside its length.
 _PLAIN = {
     "do_lower_case": False,
@@ -295,8 +288,9 @@ class SentenceFolder(NamedTuple):
         """Names of the poolings; "+" stands between vectors that are concatenated."""
         config = next((config for kind, config in self.modules if kind == "Pooling"), {"pooling_mode": "none"})
         mode = config.get("pooling_mode")
-        if mode is None:
-            mode = [name for key, name in _LEGACY_POOLING.items() if config.get(key)] or "mean"
+        if mode is None:  # up to version 5 each mode was a flag, such as "pooling_mode_mean_tokens"
+            flags = [key for key, value in config.items() if key.startswith("pooling_mode_") and value is True]
+            mode = [re.sub("pooling_mode_|_tokens?$", "", flag) for flag in flags] or "mean"
         return mode if isinstance(mode, str) else "+".join(mode)
 
     @property

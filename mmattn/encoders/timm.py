@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import logging
 import os
 import re
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mmattn.encoders.base import register_encoder
-from mmattn.encoders.images import ImageEncoder, ImageProcessor
+from mmattn.encoders.images import ImageEncoder, ImageProcessor, unknown_network
 from mmattn.errors import AdapterFileError, ConfigError, check_int, import_extra
 from mmattn.models.cache import resolve
 from mmattn.storage.safetensors import check_values
@@ -96,9 +95,7 @@ def _load(timm: ModuleType, name: str | os.PathLike[str], stage: int | None, pre
     if os.path.isdir(place):
         place = f"local-dir:{place}"
     elif ":" not in place and not timm.is_model(place):
-        near = difflib.get_close_matches(place, timm.list_models(), 3)
-        advice = f"did you mean {', '.join(near)}?" if near else "see timm.list_models()"
-        raise ConfigError(f"timm has no model {place!r}; {advice}")
+        raise unknown_network("timm has no model", place, timm.list_models())
     index = -1 if stage is None else check_int("stage", stage) - 1
     logger = logging.getLogger("timm.models._builder")
     level = logger.level

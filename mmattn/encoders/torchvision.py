@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Sequence
 from types import ModuleType
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mmattn.encoders.base import register_encoder
-from mmattn.encoders.images import ImageEncoder, ImageProcessor
+from mmattn.encoders.images import ImageEncoder, ImageProcessor, unknown_network
 from mmattn.errors import AdapterFileError, ConfigError, import_extra
 from mmattn.models.loading import is_weights_path, read_weights, refuse_keys
 
@@ -91,8 +90,7 @@ class TorchvisionEncoder(ImageEncoder):
         models = import_extra("torchvision.models", "vision")
         names = models.list_models(module=models)
         if name not in names:
-            near = difflib.get_close_matches(str(name), names, 3) or names
-            raise ConfigError(f"torchvision has no classification network {name!r}; did you mean {', '.join(near)}?")
+            raise unknown_network("torchvision has no classification network", name, names)
         usual: tuple[int, float | Sequence[float], float | Sequence[float]] = (224, 0.5, 0.5)
         released = None
         if weights is not None and not is_weights_path(weights):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from os import PathLike
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -16,7 +16,6 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 from mmattn.adapters.base import build_layers
 from mmattn.adapters.gated import GatedAdapter
-from mmattn.adapters.protocols import Site
 from mmattn.adapters.settings import AdapterConfig
 from mmattn.errors import AdapterFileError, AttachError, ConfigError, MmattnError
 from mmattn.hosts.attachment import check_host, outside_modes
@@ -236,7 +235,9 @@ def attach_check(
             host.to_empty(device="cpu")  # inside of this mode still without values
             kind = host_kind(host).kind
             model = adapted_model(host, path)
-            stacks = _stacks(model.sites("after"))
+            sites = model.sites("after")
+            lists = Counter((site.part or "", site.module.rpartition(".")[0], site.width) for site in sites)
+            stacks = tuple((part, path, count, width) for (part, path, width), count in lists.items())
             adapter = GatedAdapter(memory_dim=memory_dim, every=every or min(4, stacks[0][2]), where=where)
             built = build_layers(adapter, adapter.sites(model))
             model.check_adapter(built)
@@ -252,24 +253,16 @@ def model_of(config: PreTrainedConfig) -> nn.Module:
     import transformers
 
     named = [getattr(transformers, name, None) for name in getattr(config, "architectures", None) or ()]
-    tried = ""
+    makers = [kind._from_config for kind in named if kind is not None][:1]
+    first: Exception | None = None
     with torch.device("meta"):
-        for kind in [named_kind for named_kind in named if named_kind is not None]:
-            return _make(kind._from_config, config)
-        for auto in _AUTO:
+        for make in makers or [getattr(transformers, auto).from_config for auto in _AUTO]:
             try:
-                return _make(getattr(transformers, auto).from_config, config)
-            except AdapterFileError as error:
-                tried = tried or str(error)
-    raise AdapterFileError(tried)
-
-
-def _make(make: Callable[..., nn.Module], config: PreTrainedConfig) -> nn.Module:
-    try:
-        model: nn.Module = make(config)
-    except Exception as error:
-        raise AdapterFileError(f"transformers makes no model of this {type(config).__name__}: {error}") from error
-    return model.eval()
+                model: nn.Module = make(config)
+                return model.eval()
+            except Exception as error:
+                first = first or error
+    raise AdapterFileError(f"transformers makes no model of this {type(config).__name__}: {first}") from first
 
 
 def read_config(name: str | PathLike[str]) -> PreTrainedConfig:
@@ -287,9 +280,3 @@ def read_config(name: str | PathLike[str]) -> PreTrainedConfig:
                 f"cannot be reached: {said}"
             ) from error
         raise AdapterFileError(f"{str(name)!r} is no config of transformers: {said}") from error
-
-
-def _stacks(sites: Sequence[Site]) -> tuple[tuple[str, str, int, int], ...]:
-    """Return part, name, number of layers and width of each list of layers."""
-    stacks = Counter((site.part or "", site.module.rpartition(".")[0], site.width) for site in sites)
-    return tuple((part, path, count, width) for (part, path, width), count in stacks.items())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -13,9 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from mmattn.adapters.joined.host_attention import HostAttention
-from mmattn.adapters.protocols import HeadSizes
 from mmattn.core.tracing import UNDER_WAY, report_checks
-from mmattn.errors import AttachError, ConditionError
+from mmattn.errors import ConditionError
 from mmattn.hosts.context import (
     THREAD,
     Arguments,
@@ -33,7 +33,6 @@ from mmattn.hosts.context import (
     step_of,
 )
 from mmattn.hosts.keywords import Signature, signature_of
-from mmattn.hosts.probe import in_eval_mode, output_of, text_inputs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -46,15 +45,43 @@ _BESIDE_GRAPHS = torch.torch_version.TorchVersion(torch.__version__) >= "2.10"
 compiles: Callable[[], object] = torch._C._dynamo.eval_frame.get_eval_frame_callback if _BESIDE_GRAPHS else lambda: None
 
 
-class CrossAttentionHook:
-    """Hands the hidden states before or after one layer of a host to the adapters."""
+class LayerHook(ABC):
+    """Changes hidden states before or after a layer; first among its hooks: those that record must see the change."""
 
-    position = ""
+    @abstractmethod
+    def adapt(self, x: Any) -> Any:
+        """Return hidden states x (b, l, d), or several streams of them, as they are after the change."""
 
-    def __init__(self, model: Any, layer: int) -> None:
-        self.model, self.layer = model, layer
-        self.site = layer, self.position
+    def before(self, layer: nn.Module, args: Positional, kwargs: Arguments) -> tuple[Positional, Arguments]:
+        """A forward pre-hook."""
+        if layer.training:
+            refuse_other_context(layer)
+        if args:
+            return (self.adapt(args[0]), *args[1:]), kwargs
+        return args, kwargs | {"hidden_states": self.adapt(kwargs.get("hidden_states"))}
+
+    def after(self, layer: nn.Module, args: Positional, output: LayerOutput) -> LayerOutput:
+        """A forward hook."""
+        if layer.training:
+            refuse_other_context(layer)
+        return self.adapt(output) if isinstance(output, Tensor) else (self.adapt(output[0]), *output[1:])
+
+    def install(self, module: nn.Module, position: str) -> Handle:
+        """Hook a layer "before" or "after" it."""
+        if position == "before":
+            return module.register_forward_pre_hook(self.before, prepend=True, with_kwargs=True)
+        return module.register_forward_hook(self.after, prepend=True)
+
+
+class CrossAttentionHook(LayerHook):
+    """Hands the hidden states before or after one layer of a host, or its attention, to the adapters."""
+
+    def __init__(self, model: Any, layer: int, position: str) -> None:
+        self.model, self.layer, self.site = model, layer, (layer, position)
         self.apart, self.stream_axis = model.is_apart(layer), model.stream_axis
+
+    def install(self, module: nn.Module, position: str) -> Handle:
+        return AttentionHook(module, self.join) if position == "joined" else super().install(module, position)
 
     def adapt(self, x: Any) -> Any:
         """Apply the adapters to hidden states x (b, l, d), several streams of them, or the attention of a layer."""
@@ -75,60 +102,26 @@ class CrossAttentionHook:
             x = view.apply(x, block, self.layer, adapter_scale)
         return x if axis is None else streams + (x - before).unsqueeze(axis)
 
-
-class AfterLayer(CrossAttentionHook):
-    """A forward hook: what comes out of a layer."""
-
-    position = "after"
-
-    def __call__(self, layer: nn.Module, args: Positional, output: LayerOutput) -> LayerOutput:
-        if layer.training:
-            refuse_other_context(layer)
-        if isinstance(output, Tensor):
-            return self.adapt(output)
-        return (self.adapt(output[0]), *output[1:])
-
-
-class BeforeLayer(CrossAttentionHook):
-    """A forward pre-hook: what goes into a layer."""
-
-    position = "before"
-
-    def __call__(self, layer: nn.Module, args: Positional, kwargs: Arguments) -> tuple[Positional, Arguments]:
-        if layer.training:
-            refuse_other_context(layer)
-        if args:
-            return (self.adapt(args[0]), *args[1:]), kwargs
-        return args, kwargs | {"hidden_states": self.adapt(kwargs["hidden_states"])}
-
-
-class JoinMemory(CrossAttentionHook):
-    """Called with the attention of a layer: joins memories with its keys and values."""
-
-    position = "joined"
-
-    def __call__(self, x: HostAttention) -> HostAttention:
+    def join(self, x: HostAttention) -> HostAttention:
+        """Join memories with the keys and values of a layer."""
         joined, step = self.adapt(x), getattr(THREAD, "step", None)
         return joined if joined is x or step is None else replace(joined, masks=step.masks)
 
 
-def hook_layer(model: Any, module: nn.Module, layer: int, position: str) -> Handle:
-    """Hook adapters to a layer; first among its hooks, since those that record must see what the adapters added."""
-    if position == "joined":
-        return AttentionHook(module, JoinMemory(model, layer))
-    if position == "before":
-        return module.register_forward_pre_hook(BeforeLayer(model, layer), prepend=True, with_kwargs=True)
-    return module.register_forward_hook(AfterLayer(model, layer), prepend=True)
-
-
-class BeforeHost:
-    """A forward pre-hook of a host: asks the memories of the current call what this forward attends to."""
+class HostHooks:
+    """Hooks before and after the forward of a host, or of the model that peft has wrapped."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
         self._signatures: dict[type, Signature] = {type(model.host): signature_of(model.host)}
 
-    def __call__(self, host: nn.Module, args: Positional, kwargs: Arguments) -> tuple[Positional, Arguments] | None:
+    def install(self, host: nn.Module) -> list[Handle]:
+        """Hook a host, and return the handles."""
+        before = host.register_forward_pre_hook(self.before, with_kwargs=True)
+        return [before, host.register_forward_hook(self.after, always_call=True)]
+
+    def before(self, host: nn.Module, args: Positional, kwargs: Arguments) -> tuple[Positional, Arguments] | None:
+        """Ask the memories of the current call what this forward attends to."""
         traced = torch.compiler.is_compiling()
         if not traced and compiles():
             return self._before_graph(host, args, kwargs)
@@ -163,7 +156,40 @@ class BeforeHost:
         self, host: nn.Module, args: Positional, kwargs: Arguments
     ) -> tuple[Positional, Arguments] | None:
         note_blocks()
-        return self(host, args, kwargs)
+        return self.before(host, args, kwargs)
+
+    def after(self, host: nn.Module, args: Positional, output: object) -> None:
+        """See that memory reached every layer it was meant for, and end the forward, also when the host failed."""
+        if not torch.compiler.is_compiling() and compiles():
+            self._after_graph(host, args, output)
+            return
+        step = getattr(THREAD, "step", None)
+        if step is None or step.model is not self.model:
+            if is_compiled():
+                self.model.note_output(output)
+            return
+        if step.nested and step.module is not host:
+            step.nested -= 1
+            return
+        THREAD.step = step.outer
+        if output is None:
+            return
+        if not step.actions:  # of an encoder-decoder, whose encoder alone reads the memory
+            self.model.note_output(output)
+            return
+        for layer, _ in step.actions:
+            if layer not in step.visited:
+                if lost := self.model.lost_layers(step):
+                    self.model.check_reached(lost)
+                break
+        self.model.check_answer(step, output)
+
+    @torch._disable_dynamo
+    def _after_graph(self, host: nn.Module, args: Positional, output: object) -> None:
+        try:
+            self.after(host, args, output)
+        finally:
+            forget_blocks()
 
 
 def arguments_by_name(signature: Signature, args: Positional, kwargs: Keywords) -> tuple[Positional, Arguments]:
@@ -193,45 +219,6 @@ def refuse_misplaced(host: nn.Module, kwargs: Arguments) -> None:
                 f"{name}= was given to the host, {type(host).__name__}, which does not read it: pass it to the adapted "
                 "model that attach returned, or call the host inside its condition(memory)"
             )
-
-
-class AfterHost:
-    """Sees that memory reached every layer it was meant for, and ends the forward, also when the host failed."""
-
-    def __init__(self, model: Any) -> None:
-        self.model = model
-
-    def __call__(self, host: nn.Module, args: Positional, output: object) -> None:
-        if not torch.compiler.is_compiling() and compiles():
-            self._after_graph(host, args, output)
-            return
-        step = getattr(THREAD, "step", None)
-        if step is None or step.model is not self.model:
-            if is_compiled():
-                self.model.note_output(output)
-            return
-        if step.nested and step.module is not host:
-            step.nested -= 1
-            return
-        THREAD.step = step.outer
-        if output is None:
-            return
-        if not step.actions:  # of an encoder-decoder, whose encoder alone reads the memory
-            self.model.note_output(output)
-            return
-        for layer, _ in step.actions:
-            if layer not in step.visited:
-                if lost := self.model.lost_layers(step):
-                    self.model.check_reached(lost)
-                break
-        self.model.check_answer(step, output)
-
-    @torch._disable_dynamo
-    def _after_graph(self, host: nn.Module, args: Positional, output: object) -> None:
-        try:
-            self(host, args, output)
-        finally:
-            forget_blocks()
 
 
 def before_model(model: Any, args: Positional, kwargs: Arguments) -> tuple[Positional, Arguments] | None:
@@ -274,7 +261,7 @@ def leave_uncompiled(model: Any) -> list[Handle]:
         return []
     from torch._dynamo.eval_frame import skip_code
 
-    for function in (BeforeHost.__call__, AfterHost.__call__, before_model, after_model):
+    for function in (HostHooks.before, HostHooks.after, before_model, after_model):
         skip_code(function.__code__)
     return [
         model.register_forward_pre_hook(before_model, with_kwargs=True),
@@ -371,38 +358,6 @@ def check_function(config: PreTrainedConfig) -> None:
             f"attn_implementation={name!r} has no mask, so no memory can be joined with keys and values: "
             "host.set_attn_implementation('sdpa') or 'eager'"
         )
-
-
-def attention_layers(host: nn.Module, layers: nn.ModuleList, path: str) -> dict[int, tuple[str, HeadSizes]]:
-    """Return the attention of each decoder layer by number: its dotted name and sizes, as a short text finds them."""
-    by_layer: dict[int, list[tuple[str, HeadSizes]]] = {}
-
-    def listener(layer: int, name: str) -> Callable[[HostAttention], HostAttention]:
-        def note(x: HostAttention) -> HostAttention:
-            sizes = HeadSizes(x.query.shape[1], x.key.shape[1], x.key.shape[3], x.value.shape[3])
-            if (name, sizes) not in by_layer.setdefault(layer, []):
-                by_layer[layer].append((name, sizes))
-            return x
-
-        return note
-
-    listeners = {
-        module: listener(layer, f"{path}.{layer}.{name}")
-        for layer, part in enumerate(layers)
-        for name, module in part.named_modules()
-        if hasattr(vars(module).get("config"), "_attn_implementation")
-    }
-    with attention_hooks(listeners), in_eval_mode(host), torch.no_grad():
-        output_of(host, [inputs | {"use_cache": False} for inputs in text_inputs(host, 1)], 1)
-    reached = {layer: layer_sites[0] for layer, layer_sites in by_layer.items() if len(layer_sites) == 1}
-    missing = [layer for layer in range(len(layers)) if layer not in reached]
-    if missing:
-        kinds = sorted({type(layers[layer]).__name__ for layer in missing})
-        raise AttachError(
-            f"layers {missing} of {type(host).__name__} ({', '.join(kinds)}) do not use the attention functions of "
-            "transformers, in which keys and values are joined: take a GatedAdapter for this host"
-        )
-    return dict(sorted(reached.items()))
 
 
 @contextlib.contextmanager

@@ -39,7 +39,7 @@ from mmattn.hosts.context import (
     check_not_required,
     prepared_for_graphs,
 )
-from mmattn.hosts.hooks import AfterHost, BeforeHost, hook_layer, leave_uncompiled
+from mmattn.hosts.hooks import CrossAttentionHook, HostHooks, leave_uncompiled
 from mmattn.hosts.keywords import check_keywords, keywords_of, shown_signature
 from mmattn.hosts.peft import host_attribute, inner_host, watch_peft
 from mmattn.hosts.saving import (
@@ -47,7 +47,6 @@ from mmattn.hosts.saving import (
     SETTINGS,
     HubOptions,
     adapter_config,
-    describe_host,
     is_registered,
     keep_trained,
     trained_names,
@@ -465,8 +464,8 @@ class AdaptedModel(nn.Module):
 
     def _adapter_config(self, name: str, encoder: str | None = None, *, with_fingerprint: bool = True) -> Arguments:
         adapter = self.adapter(name)
-        host = describe_host(self.host, self.kind, self.sites(adapter.position), with_fingerprint)
-        return adapter_config(adapter, host, encoder)
+        sites = self.sites(adapter.position)
+        return adapter_config(adapter, self.host, self.kind, sites, encoder, with_fingerprint)
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: object) -> None:
         self._state_prefix = prefix
@@ -621,15 +620,11 @@ class AdaptedModel(nn.Module):
             self.set_options(call, **options)
         return call
 
-    def check_keywords(self, kwargs: Keywords) -> None:
-        """Refuse near misses of the keywords that belong to a memory."""
+    def options_of(self, kwargs: Arguments) -> Arguments:
+        """Take the keywords that belong to a memory out of those of a call; refuse near misses of them."""
         unnamed = [name for name in kwargs if name not in self._keywords_of_host]
         if unnamed:
             check_keywords(self.host, self.memory_keywords, unnamed)
-
-    def options_of(self, kwargs: Arguments) -> Arguments:
-        """Take the keywords that belong to a memory out of those of a call; refuse near misses of them."""
-        self.check_keywords(kwargs)
         return {name: kwargs.pop(name) for name in self.memory_keywords if name in kwargs}
 
     @contextlib.contextmanager
@@ -779,15 +774,12 @@ class AdaptedModel(nn.Module):
             (site.layer, site.position, site.module) for name in self.adapters for site in self.adapter(name).sites
         }
         self.hooked = {(layer, position): self.host.get_submodule(module) for layer, position, module in sorted(sites)}
-        hooks: list[Handle] = [
-            self.host.register_forward_pre_hook(BeforeHost(self), with_kwargs=True),
-            self.host.register_forward_hook(AfterHost(self), always_call=True),
-        ]
+        hooks = HostHooks(self).install(self.host)
         return hooks + [hook for site, module in self.hooked.items() for hook in self.hook_site(module, *site)]
 
     def hook_site(self, module: nn.Module, layer: int, position: str) -> list[Handle]:
         """Hook the adapters to one site, and return the handles."""
-        return [hook_layer(self, module, layer, position)]
+        return [CrossAttentionHook(self, layer, position).install(module, position)]
 
     # For `mmattn.inspect` -------------------------------------------------------------------------------------------
 

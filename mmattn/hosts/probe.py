@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from mmattn.adapters.base import AdapterLayers
 from mmattn.adapters.host_models import call_by_name, depth_of, device_of, dtype_of, embeddings_of, text_config
 from mmattn.errors import AttachError, ConditionError, MmattnError
-from mmattn.hosts.context import Arguments, Handle, LayerOutput, OpenBlocks, Positional, forward_resumed
+from mmattn.hosts.context import Handle, LayerOutput, OpenBlocks, forward_resumed
+from mmattn.hosts.hooks import LayerHook
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -131,26 +132,18 @@ def probe_adapter(
     axes: dict[int, int | None] = {}
     shape = (len(layers) + 2, length, adapter.sites[0].width)
 
-    def change(x: object, row: int) -> Tensor:
-        axes[row] = axis = stream_axis(x, *shape)
-        assert isinstance(x, Tensor)
-        return disturb(x, row) if axis is None else change_streams(x, axis, lambda mean: disturb(mean, row))
+    class Change(LayerHook):
+        def __init__(self, row: int) -> None:
+            self.row = row
+
+        def adapt(self, x: Any) -> Tensor:
+            axes[self.row] = axis = stream_axis(x, *shape)
+            states = x if axis is None else x.mean(axis)
+            changed = disturb(states, self.row)
+            return changed if axis is None else x + (changed - states).unsqueeze(axis)
 
     def hook(layer: nn.Module) -> Callable[[int], Handle]:
-        def after(row: int, module: nn.Module, args: Positional, output: LayerOutput) -> LayerOutput:
-            return change(output, row) if isinstance(output, Tensor) else (change(output[0], row), *output[1:])
-
-        def before(row: int, module: nn.Module, args: Positional, kwargs: Arguments) -> tuple[Positional, Arguments]:
-            if args:
-                return (change(args[0], row), *args[1:]), kwargs
-            return args, kwargs | {"hidden_states": change(kwargs.get("hidden_states"), row)}
-
-        def install(row: int) -> Handle:
-            if position == "before":
-                return layer.register_forward_pre_hook(lambda *given: before(row, *given), with_kwargs=True)
-            return layer.register_forward_hook(lambda *given: after(row, *given))
-
-        return install
+        return lambda row: Change(row).install(layer, position)
 
     with open_blocks.conditioned(None):
         hooks = [hook(layer) for layer in layers]
@@ -188,12 +181,6 @@ def stream_axis(x: object, rows: int, length: int | None, width: int) -> int | N
         f"{shape if isinstance(x, Tensor) else type(x).__name__} for {rows} rows of {length or 'some'} tokens: no "
         "adapter can be put on it"
     )
-
-
-def change_streams(x: Tensor, axis: int, change: Callable[[Tensor], Tensor]) -> Tensor:
-    """Add to each residual stream what `change` adds to their mean (b, l, d)."""
-    mean = x.mean(axis)
-    return x + (change(mean) - mean).unsqueeze(axis)
 
 
 # Example inputs of models of transformers -----------------------------------------------------------------------------

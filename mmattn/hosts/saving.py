@@ -92,8 +92,16 @@ def saved_settings(state: Mapping[str, Tensor], source: str) -> dict[str, Descri
 # The description of an adapter and its host in its files --------------------------------------------------------------
 
 
-def adapter_config(adapter: AdapterLayers, host: Description, encoder: str | None = None) -> Description:
-    """Return the content of `adapter_config.json`."""
+def adapter_config(
+    adapter: AdapterLayers,
+    host: nn.Module,
+    kind: str,
+    sites: Sequence[Site],
+    encoder: str | None,
+    with_fingerprint: bool,
+) -> Description:
+    """Return the content of `adapter_config.json`, for an adapter at some of these sites of a host of this kind."""
+    inner = inner_host(host)
     return {
         "format": FORMAT,
         "format_version": FORMAT_VERSION,
@@ -102,21 +110,15 @@ def adapter_config(adapter: AdapterLayers, host: Description, encoder: str | Non
         "package": type(adapter.config).__module__.partition(".")[0],
         "adapter": adapter_settings(adapter.config),
         "layers": list(adapter.layers),
-        "host": host,
+        "host": {
+            "kind": kind,
+            "class": type(inner).__name__,
+            "model_type": getattr(text_config(inner), "model_type", None),
+            **host_sizes(sites),
+            "fingerprint": host_fingerprint(host) if with_fingerprint else None,
+        },
         "encoder": encoder,
         "name": adapter.name,
-    }
-
-
-def describe_host(host: nn.Module, kind: str, sites: Sequence[Site], with_fingerprint: bool) -> Description:
-    """Return the entry "host" of `adapter_config.json`, for an adapter at sites of one position."""
-    inner = inner_host(host)
-    return {
-        "kind": kind,
-        "class": type(inner).__name__,
-        "model_type": getattr(text_config(inner), "model_type", None),
-        **host_sizes(sites),
-        "fingerprint": host_fingerprint(host) if with_fingerprint else None,
     }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from os import PathLike
 
@@ -31,16 +31,13 @@ from mmattn.kv_store.pages import (
 from mmattn.memory import Memory
 from mmattn.storage.tensor_cache import TensorVersion, Values, cached
 
-#: From an adapter, the number of a host layer and scores to keys and values; None if the weights have changed.
-Pages = Callable[[AdapterLayers, int, Tensor | None], KeyValue | None]
-
 
 class GatheredMemory(PreparedMemory):
     """A prepared memory of n entries per row, whose keys and values are those of their pages while these hold."""
 
-    def __init__(self, memory: Memory, count: int, pages: Pages) -> None:
+    def __init__(self, memory: Memory, versions: Mapping[str, TensorVersion], tables: Tables, rows: Tensor) -> None:
         super().__init__(memory)
-        self._entries_per_row, self._pages = count, pages
+        self._versions, self._tables, self._rows = versions, tables, rows
         self._unedited = TensorVersion(memory.tensors())
 
     def read(self, adapter: Reader, values: Values | None) -> Memory:
@@ -67,15 +64,19 @@ class GatheredMemory(PreparedMemory):
             return None
 
         def gather() -> KeyValue | None:
+            version = self._versions.get(adapter.name)
+            if version is None or not version.holds(weights(adapter).values()):
+                return None
             if not self._unedited.holds(self.memory.tensors()):
                 return None
-            return self._pages(adapter, layer, self.memory.scores if adapter.score_bias else None)
+            scores = self.memory.scores if adapter.score_bias else None
+            return gather_pages(adapter, layer, self._tables, self._rows, scores)
 
         return cached(values, ("pages", layer), gather)
 
     def _slots(self, projected: KeyValue) -> Memory:
         """Return the mask and segments of the slots of keys and values, with vectors of width 0."""
-        b, n, m, device = projected.batch, self._entries_per_row, projected.slots, projected.keys.device
+        (b, n), m, device = self._rows.shape, projected.slots, projected.keys.device
         segments = torch.arange(n, device=device).repeat_interleave(m // max(n, 1)).expand(b, -1)
         return Memory(projected.keys.new_empty(b, m, 0), projected.mask, segments, check_finite=False)
 
@@ -100,22 +101,6 @@ def check_hits(
     if sources is not None and [len(row) for row in sources] != [n] * b:
         raise ShapeError(f"sources need one entry per hit, {b} rows of {n}; got {[len(row) for row in sources]}")
     return hits
-
-
-def memory_of_hits(
-    tokens: Tensor, mask: Tensor, hits: Tensor, scores: Tensor | None, sources: Sequence[Sequence[object]] | None
-) -> Memory:
-    """Return the slots (b, n, m, e) of the hits of each row as a memory (b, n·m, e); each hit is a segment."""
-    b, n, m, _ = tokens.shape
-    if scores is not None:
-        # A missing hit's score may be anything.
-        scores = torch.where(hits, scores.to(tokens.device), 0).repeat_interleave(m, 1)
-    segments = torch.arange(n, device=tokens.device).repeat_interleave(m).expand(b, -1)
-    repeated = None if sources is None else [[source for source in row for _ in range(m)] for row in sources]
-    memory = Memory(tokens.flatten(1, 2), mask.flatten(1), segments, scores, repeated, check_finite=False)
-    if scores is not None:
-        Memory(tokens.new_empty(b, n * m, 0), scores=scores).check_finite()
-    return memory
 
 
 class Bank:
@@ -223,7 +208,7 @@ class Bank:
         memory, table_rows = _take(tables, rows, mask, scores, sources)
         for name in versions:
             self.model.adapter(name).check_memory(memory)
-        return GatheredMemory(memory, rows.shape[1], partial(_keys_and_values, versions, tables, table_rows))
+        return GatheredMemory(memory, versions, tables, table_rows)
 
     def memory(
         self,
@@ -402,7 +387,7 @@ def _take(
     scores: Tensor | None,
     sources: Sequence[Sequence[object]] | None,
 ) -> tuple[Memory, Tensor]:
-    """Return the memory of hits, and their rows (b, n) in the tables."""
+    """Return the hits of each row as a memory (b, n·m, e), each a segment, and their rows (b, n) in the tables."""
     hits, device, count = check_hits(rows, mask, scores, sources), tables["tokens"].device, len(tables["present"]) - 1
     rows, hits = rows.to(device, torch.long), hits.to(device)
     table_rows = torch.where(hits & (rows >= 0) & (rows < count), rows + 1, 0)
@@ -413,19 +398,12 @@ def _take(
             f"request {request} asks for row {int(rows[request, hit])}, which is not in this bank of {count} rows or "
             "was removed: search an index of the same entries, and mask missing hits (mask=rows >= 0)"
         )
-    return memory_of_hits(tables["tokens"][table_rows], tables["mask"][table_rows], hits, scores, sources), table_rows
-
-
-def _keys_and_values(
-    versions: Mapping[str, TensorVersion],
-    tables: Tables,
-    table_rows: Tensor,
-    adapter: AdapterLayers,
-    layer: int,
-    scores: Tensor | None,
-) -> KeyValue | None:
-    """Return keys and values of entries (b, n) from their pages, or None after an edit of the weights."""
-    version = versions.get(adapter.name)
-    if version is None or not version.holds(weights(adapter).values()):
-        return None
-    return gather_pages(adapter, layer, tables, table_rows, scores)
+    tokens, real = tables["tokens"][table_rows].flatten(1, 2), tables["mask"][table_rows].flatten(1)
+    (b, n), m = rows.shape, tables["tokens"].shape[1]
+    if scores is not None:
+        # A missing hit's score may be anything.
+        scores = torch.where(hits, scores.to(device), 0).repeat_interleave(m, 1)
+        Memory(tokens[..., :0], scores=scores).check_finite()
+    segments = torch.arange(n, device=device).repeat_interleave(m).expand(b, -1)
+    repeated = None if sources is None else [[source for source in row for _ in range(m)] for row in sources]
+    return Memory(tokens, real, segments, scores, repeated, check_finite=False), table_rows

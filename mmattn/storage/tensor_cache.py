@@ -153,7 +153,8 @@ class KeyValueCache:
     def nbytes(self) -> int:
         """Return the bytes of cached keys and values."""
         by_dtype = [values for entry in self._entries.values() for values in entry.values.values()]
-        return sum(_nbytes(value) for values in by_dtype for value in values.values())
+        sizes = [getattr(value, "nbytes", None) for values in by_dtype for value in values.values()]
+        return sum(int(size()) for size in sizes if callable(size))
 
 
 def cached(values: Values, key: Hashable, compute: Callable[[], T]) -> T:
@@ -197,21 +198,14 @@ class TensorCache:
     """
 
     def __init__(self) -> None:
-        self._entries: dict[Hashable, tuple[TensorVersion, Any]] = {}
+        self._entries: dict[Hashable, tuple[TensorVersion, Values]] = {}
 
     def get(self, key: Hashable, sources: Sequence[Tensor], compute: Callable[[], T]) -> T:
         """Return the value of a key for these sources, cached or computed now without gradients."""
         entry = self._entries.get(key)
         if entry is None or not entry[0].holds(sources):
-            # A cached value must serve calls outside inference mode, too.
-            with torch.inference_mode(False), torch.no_grad():
-                entry = self._entries[key] = (TensorVersion(sources), compute())
-        return entry[1]
-
-
-def _nbytes(value: object) -> int:
-    size = getattr(value, "nbytes", None)
-    return int(size()) if callable(size) else 0
+            entry = self._entries[key] = (TensorVersion(sources), {})
+        return cached(entry[1], key, compute)
 
 
 def autocast_dtype(device: torch.device | str) -> torch.dtype | None:

@@ -40,9 +40,9 @@ class PromptCache:
         number = {text: row for row, text in enumerate(texts)}
         self.length = max(map(len, texts)) - 1
         device = device_of(lower.reader)
-        rows = [torch.tensor(text, device=device) for text in texts]
-        self.ids = pad_sequence(rows, True, 0, "left")
-        self.mask = pad_sequence(list(map(torch.ones_like, rows)), True, 0, "left")
+        rows = list(map(torch.tensor, texts))
+        self.ids = pad_sequence(rows, True, 0, "left").to(device)
+        self.mask = pad_sequence(list(map(torch.ones_like, rows)), True, 0, "left").to(device)
         self._rows = torch.tensor([number[tuple(prompt)] for prompt in prompts], device=device)
         self._state = HostState(self.host)
         #: By cache of a call the states from which it starts; None once it has run.

@@ -127,15 +127,11 @@ def accuracy(
     return right.float().mean().item()
 
 
-def mean_of(memory: Any) -> Any:
-    """Return a cache in which every token has the mean of all."""
-    return replace(memory, states=tuple(one.mean((0, 1), keepdim=True).expand_as(one) for one in memory.states))
-
-
 def controls(model: Any, score: Callable[[Any], float], memory: Any) -> dict[str, float]:
     """Return the accuracy of control caches: another prompt's, the mean of all, and through a random map."""
     other = replace(memory, states=tuple(one.roll(1, 0) for one in memory.states), ids=None)
-    rows = {"another prompt's": score(other), "mean cache": score(mean_of(memory))}
+    mean = replace(memory, states=tuple(one.mean((0, 1), keepdim=True).expand_as(one) for one in memory.states))
+    rows = {"another prompt's": score(other), "mean cache": score(mean)}
     adapter = model.adapter("default")
     fitted = {name: one.clone() for name, one in adapter.state_dict().items()}
     generator = torch.Generator().manual_seed(0)

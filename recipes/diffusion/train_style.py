@@ -7,8 +7,7 @@ names the digit.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from random import Random
 from typing import Any
 
@@ -23,59 +22,136 @@ from mmattn.pipelines import DiffusionHost, EncoderReference, ModelReference, Pi
 
 from .data import Pictures, choose_attributes, describe, load_data, plain, style_words
 from .measure import Judge, style_rows
-from .models import Concatenated, Denoiser, denoising_loss, minimise, predict, style_memory
+from .models import Concatenated, denoising_loss, minimise, predict, style_memory
 from .pictures import EXPLORED, draw, grid, trace_drawing
 from .settings import Config
 
 NEAREST = 8  # pictures of other digits that may be the example of a picture
 
 
-@dataclass(frozen=True)
-class Row:
-    """The numbers of a picture and its example, a sentence or None, whether the example is visible, noise and time."""
-
-    picture: int
-    example: int
-    sentence: str | None
-    with_example: bool
-    noise: Tensor
-    time: int
+Batch = tuple[list[int], list[int], list[str | None], list[bool], Tensor, list[int]]
+"""Numbers of pictures and of their examples, sentences or None, whether an example is visible, noise and times."""
 
 
 def train_style(config: Config, run: training.RunFolder, device: torch.device) -> dict[str, Any]:
     """Train an adapter and its control on the same rows; measure whether drawings follow the examples."""
-    # Data, and an encoder of style.
-    host = load_diffusion_host(config.unet, device=device)
-    data, held_out, scale = load_data(host.size, host.channels)
-    encoder = train_encoder(data, config)
-    encoder.save(run.path / "style.safetensors")
-    encoder.to(device)
+    return Stage(config, run, device).results()
 
-    # Model.
-    torch.manual_seed(config.seed)
-    model = mmattn.attach(host.unet, mmattn.DecoupledAdapter(memory_dim=encoder.dim)).use_core()
 
-    # Training.
-    generator = torch.Generator().manual_seed(config.seed)
-    arguments = (config, data, model, host, encoder, run, device, generator)
-    results = {"decoupled": train(model.adapters, "decoupled", *arguments)}
-    model.save_adapter(run.path / "adapter", encoder=encoder.fingerprint)
-    make_pipeline_config(config, host, len(data)).save(run.path / "adapter")
-    concatenated = None
-    if config.style.control:
-        torch.set_rng_state(generator.get_state())  # the first weights of the published table
-        text_dim = host.prompts.encoder.config.hidden_size
-        concatenated = Concatenated(model.trainable_parameters()[0], text_dim).to(device)
-        generator.manual_seed(config.seed)
-        results["concatenated"] = train(concatenated, "concatenated", *arguments)
-    run.plot_losses()
+class Stage:
+    """One run: the frozen host with its adapters, the digits, and the encoder of their style."""
 
-    # Measuring.
-    judge, examples = Judge(data, scale), held_out[: config.sample.examples]
-    rows = style_rows(model, host, judge, encoder, examples, concatenated, config.sample, config.seed)
-    save_examples(model, host, encoder, held_out, config, run)
-    took = {name: {"steps": config.optim.max_steps, "seconds": round(seconds)} for name, seconds in results.items()}
-    return {"rows": rows, "training": took, "judge": judge.credentials(held_out)}
+    def __init__(self, config: Config, run: training.RunFolder, device: torch.device) -> None:
+        self.config, self.run, self.device = config, run, device
+        # Data, and an encoder of style.
+        self.host = load_diffusion_host(config.unet, device=device)
+        self.data, self.held_out, self.scale = load_data(self.host.size, self.host.channels)
+        self.encoder = train_encoder(self.data, config)
+        self.encoder.save(run.path / "style.safetensors")
+        self.encoder.to(device)
+        # Model.
+        torch.manual_seed(config.seed)
+        self.model = mmattn.attach(self.host.unet, mmattn.DecoupledAdapter(memory_dim=self.encoder.dim)).use_core()
+        self.generator = torch.Generator().manual_seed(config.seed)
+
+    def results(self) -> dict[str, Any]:
+        """Return the rows of the table, the cost of the trainings, and how good the judges are."""
+        config, run, model = self.config, self.run, self.model
+
+        # Training.
+        seconds = {"decoupled": self.train(model.adapters, "decoupled")}
+        model.save_adapter(run.path / "adapter", encoder=self.encoder.fingerprint)
+        make_pipeline_config(config, self.host, len(self.data)).save(run.path / "adapter")
+        concatenated = None
+        if config.style.control:
+            torch.set_rng_state(self.generator.get_state())  # the first weights of the published table
+            text_dim = self.host.prompts.encoder.config.hidden_size
+            concatenated = Concatenated(model.trainable_parameters()[0], text_dim).to(self.device)
+            self.generator.manual_seed(config.seed)
+            seconds["concatenated"] = self.train(concatenated, "concatenated")
+        run.plot_losses()
+
+        # Measuring.
+        judge, examples = Judge(self.data, self.scale), self.held_out[: config.sample.examples]
+        rows = style_rows(model, self.host, judge, self.encoder, examples, concatenated, config.sample, config.seed)
+        self.save_examples()
+        took = {name: {"steps": config.optim.max_steps, "seconds": round(value)} for name, value in seconds.items()}
+        return {"rows": rows, "training": took, "judge": judge.credentials(self.held_out)}
+
+    def train(self, module: nn.Module, name: str) -> float:
+        """Train the adapters of the model, or a `Concatenated`; return the seconds."""
+        config, host, device, batches = self.config, self.host, self.device, self.batches()
+        memories = style_memory(self.encoder, self.data.pictures)
+
+        def loss(batch: Batch) -> Tensor:
+            pictures, examples, sentences, with_example, noise, times = batch
+            with torch.no_grad():
+                (text, mask), inputs = host.prompts(sentences), host.inputs(sentences)
+            tokens = memories.tokens[examples]
+            visible = torch.tensor(with_example, device=device)
+            memory: mmattn.Memory | None = mmattn.Memory(tokens, visible[:, None].expand(tokens.shape[:2]))
+            if isinstance(module, Concatenated):
+                (text, mask), memory = module(text, mask, memory), None
+            errors = denoising_loss(
+                host.schedule,
+                lambda noisy, times: predict(self.model, noisy, times, text, mask, inputs, memory),
+                host.encode(self.data.pictures[pictures]),
+                noise.to(device),
+                torch.tensor(times, device=device),
+                config.optim.min_snr,
+            )
+            return errors.mean()
+
+        class DenoisingTrainer(training.AdapterTrainer):
+            def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
+                return loss(inputs["batch"])
+
+        module.requires_grad_(True)
+        trainer = DenoisingTrainer(
+            module,
+            config.optim.arguments(config, per_device_train_batch_size=1),
+            data_collator=lambda _: {"batch": next(batches)},
+            train_dataset=range(config.optim.max_steps),
+        )
+        return self.run.train(trainer, name, config.progress)
+
+    def batches(self) -> Iterator[Batch]:
+        """Yield random batches; sentence and example of a row are left out independently."""
+        config, data, generator, unet = self.config, self.data, self.generator, self.host.unet.config
+        random, count = Random(config.seed), config.optim.per_device_train_batch_size
+        shape = (unet.in_channels, unet.sample_size, unet.sample_size)
+        while True:
+            pictures = [random.randrange(len(data)) for _ in range(count)]
+            examples = [int(near[random.randrange(len(near))]) for near in nearest(data, pictures)]
+            signs = [choose_attributes(data.measures[row], random, 0.2) for row in pictures]
+            texts = [describe(int(data.classes[row]), one, random) for row, one in zip(pictures, signs, strict=True)]
+            with_text, with_example = (
+                (torch.rand(count, generator=generator) >= config.conditioning_dropout_prob).tolist() for _ in range(2)
+            )
+            noise = torch.randn(count, *shape, generator=generator)
+            most = self.host.schedule.config.num_train_timesteps
+            times = torch.randint(0, most, (count,), generator=generator).tolist()
+            sentences = [text if keep else None for text, keep in zip(texts, with_text, strict=True)]
+            yield pictures, examples, sentences, with_example, noise, times
+
+    def save_examples(self) -> None:
+        """Save a grid with an example and the ten digits in its style in each row, and some drawings' attention."""
+        model, host, held_out = self.model, self.host, self.held_out
+        sample, seed = self.config.sample, self.config.seed
+        rows = held_out.measures.abs().sum(1).topk(8).indices.tolist()
+        sentences, pictures = [plain(digit) for digit in range(10)], []
+        for row in rows:
+            memory = style_memory(self.encoder, held_out.pictures[row : row + 1]).expand(10)
+            drawings = draw(model, host, sentences, sample.steps, sample.guidance_scale, seed=seed, memory=memory)
+            pictures += [held_out.pictures[row], *drawings]
+        labels = [style_words(held_out.measures[row]) for row in rows]
+        grid(torch.stack(pictures), 11, self.run.path / "examples.png", labels, ["example", *sentences])
+        traces = []
+        for row in rows[:EXPLORED]:
+            sentence, example = plain((int(held_out.classes[row]) + 1) % 10), held_out.pictures[row]
+            memory = style_memory(self.encoder, example[None])
+            traces += trace_drawing(model, host, sentence, sample.steps, seed=seed, memory=memory, example=example)
+        inspect.save_traces(traces, self.run.path)
 
 
 def train_encoder(data: Pictures, config: Config) -> StyleEncoder:
@@ -95,76 +171,6 @@ def train_encoder(data: Pictures, config: Config) -> StyleEncoder:
     return StyleEncoder(network, data.pictures.shape[-1])
 
 
-def train(
-    module: nn.Module,
-    name: str,
-    config: Config,
-    data: Pictures,
-    model: Denoiser,
-    host: DiffusionHost,
-    encoder: StyleEncoder,
-    run: training.RunFolder,
-    device: torch.device,
-    generator: torch.Generator,
-) -> float:
-    """Train the adapters of `model`, or a `Concatenated`; return the seconds."""
-    memories, optim = style_memory(encoder, data.pictures), config.optim
-
-    def loss(rows: Sequence[Row]) -> Tensor:
-        sentences = [row.sentence for row in rows]
-        with torch.no_grad():
-            (text, mask), inputs = host.prompts(sentences), host.inputs(sentences)
-        tokens = memories.tokens[[row.example for row in rows]]
-        visible = torch.tensor([row.with_example for row in rows], device=device)
-        memory: mmattn.Memory | None = mmattn.Memory(tokens, visible[:, None].expand(tokens.shape[:2]))
-        if isinstance(module, Concatenated):
-            (text, mask), memory = module(text, mask, memory), None
-        errors = denoising_loss(
-            host.schedule,
-            lambda noisy, times: predict(model, noisy, times, text, mask, inputs, memory),
-            host.encode(data.pictures[[row.picture for row in rows]]),
-            torch.stack([row.noise for row in rows]).to(device),
-            torch.tensor([row.time for row in rows], device=device),
-            optim.min_snr,
-        )
-        return errors.mean()
-
-    batches = make_batches(config, data, host, generator)
-
-    class DenoisingTrainer(training.AdapterTrainer):
-        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
-            return loss(inputs["rows"])
-
-    module.requires_grad_(True)
-    trainer = DenoisingTrainer(
-        module,
-        optim.arguments(config, per_device_train_batch_size=1),
-        data_collator=lambda _: {"rows": next(batches)},
-        train_dataset=range(optim.max_steps),
-    )
-    return run.train(trainer, name, config.progress)
-
-
-def make_batches(
-    config: Config, data: Pictures, host: DiffusionHost, generator: torch.Generator
-) -> Iterator[list[Row]]:
-    """Yield random batches; sentence and example of a row are left out independently."""
-    random, count, unet = Random(config.seed), config.optim.per_device_train_batch_size, host.unet.config
-    shape = (unet.in_channels, unet.sample_size, unet.sample_size)
-    while True:
-        pictures = [random.randrange(len(data)) for _ in range(count)]
-        examples = [int(near[random.randrange(len(near))]) for near in nearest(data, pictures)]
-        signs = [choose_attributes(data.measures[row], random, 0.2) for row in pictures]
-        sentences = [describe(int(data.classes[row]), one, random) for row, one in zip(pictures, signs, strict=True)]
-        with_text, with_example = (
-            (torch.rand(count, generator=generator) >= config.conditioning_dropout_prob).tolist() for _ in range(2)
-        )
-        noise = torch.randn(count, *shape, generator=generator)
-        times = torch.randint(0, host.schedule.config.num_train_timesteps, (count,), generator=generator).tolist()
-        texts = [text if keep else None for text, keep in zip(sentences, with_text, strict=True)]
-        yield [Row(*row) for row in zip(pictures, examples, texts, with_example, noise, times, strict=True)]
-
-
 def nearest(data: Pictures, rows: list[int]) -> Tensor:
     """Return for each row the numbers (b, n) of the pictures of other digits with the nearest measures."""
     distance = torch.cdist(data.measures[rows], data.measures)
@@ -182,28 +188,3 @@ def make_pipeline_config(config: Config, host: DiffusionHost, pictures: int) -> 
         trained_on=f"{pictures:,} pictures of handwritten digits, of scikit-learn.",
         training={"recipe": "diffusion", "seed": config.seed, "steps": config.optim.max_steps},
     )
-
-
-def save_examples(
-    model: Denoiser,
-    host: DiffusionHost,
-    encoder: StyleEncoder,
-    held_out: Pictures,
-    config: Config,
-    run: training.RunFolder,
-) -> None:
-    """Save a grid with an example and the ten digits in its style in each row, and the attention of some drawings."""
-    rows = held_out.measures.abs().sum(1).topk(8).indices.tolist()
-    sentences, sample, pictures = [plain(digit) for digit in range(10)], config.sample, []
-    for row in rows:
-        memory = style_memory(encoder, held_out.pictures[row : row + 1]).expand(10)
-        drawings = draw(model, host, sentences, sample.steps, sample.guidance_scale, seed=config.seed, memory=memory)
-        pictures += [held_out.pictures[row], *drawings]
-    labels = [style_words(held_out.measures[row]) for row in rows]
-    grid(torch.stack(pictures), 11, run.path / "examples.png", labels, ["example", *sentences])
-    traces = []
-    for row in rows[:EXPLORED]:
-        sentence, example = plain((int(held_out.classes[row]) + 1) % 10), held_out.pictures[row]
-        memory = style_memory(encoder, example[None])
-        traces += trace_drawing(model, host, sentence, sample.steps, seed=config.seed, memory=memory, example=example)
-    inspect.save_traces(traces, run.path)

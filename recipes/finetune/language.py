@@ -135,7 +135,7 @@ def load_lm(settings: Config, arguments: Any) -> tuple[Any, Any]:
 
 def hidden_states(settings: Config, model: Any) -> contextlib.AbstractContextManager[Any]:
     """Return the block in which hidden states below the adapter come from the cache, if the settings say so."""
-    if model is None or not settings.optim.cache_hidden_states:
+    if not settings.optim.cache_hidden_states:
         return contextlib.nullcontext()
     return training.cached_hidden_states(model, Path(settings.data.cache) / "hidden_states")
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 
 import mmattn
 from mmattn import training
@@ -21,20 +20,6 @@ Loss = Callable[[Sequence[Any], Sequence[int]], Tensor]
 """From rows and a seed for each to their mean loss."""
 
 
-class DrawnRows(Dataset[tuple[Any, int]]):
-    """Rows drawn on access, each with a seed; the same name gives the same rows."""
-
-    def __init__(self, draw: Draw, count: int, name: str) -> None:
-        self.draw, self.count, self.name = draw, count, name
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, number: int) -> tuple[Any, int]:
-        random = Random(f"{self.name} {number}")
-        return self.draw(random, number / self.count), random.getrandbits(63)
-
-
 class Lesson:
     """A run's folder, device and seed, and the training of the parameters that are not frozen."""
 
@@ -44,6 +29,12 @@ class Lesson:
 
     def train(self, model: Any, loss: Loss, draw: Draw, optim: OptimSettings, label: str) -> float:
         """Train on rows from `draw`; return the seconds."""
+        count = optim.max_steps * optim.per_device_train_batch_size
+
+        def collate(numbers: Sequence[int]) -> dict[str, Any]:
+            randoms = [Random(f"{self.config.seed} {label} {number}") for number in numbers]
+            rows = [draw(random, number / count) for random, number in zip(randoms, numbers, strict=True)]
+            return {"rows": rows, "seeds": [random.getrandbits(63) for random in randoms]}
 
         class LossTrainer(training.AdapterTrainer):
             def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -57,10 +48,8 @@ class Lesson:
         trainer = LossTrainer(
             model,
             arguments,
-            data_collator=lambda rows: dict(zip(("rows", "seeds"), zip(*rows, strict=True), strict=True)),
-            train_dataset=DrawnRows(
-                draw, optim.max_steps * optim.per_device_train_batch_size, f"{self.config.seed} {label}"
-            ),
+            data_collator=collate,
+            train_dataset=range(count),
             gate_learning_rate=optim.gate_learning_rate,
         )
         # The next model starts from the same random numbers, whatever was trained before it.

@@ -25,11 +25,6 @@ def load_lm(name: str, device: torch.device | str = "cpu") -> tuple[Any, Any]:
     return lm, tokenizer
 
 
-def device_of(model: nn.Module) -> torch.device:
-    """Return the device of a model."""
-    return next(model.parameters()).device
-
-
 def answer_batch(
     tokenizer: Any, prompts: Sequence[str], answers: Sequence[str], memory: mmattn.Memory | None = None
 ) -> training.TextBatch:
@@ -96,7 +91,7 @@ def most_attended(
     entries: list[Any] = []
     for start in range(0, len(prompts), batch):
         texts = [begin + text for text in prompts[start : start + batch]]
-        inputs = tokenizer(texts, return_tensors="pt", padding=True).to(device_of(model))
+        inputs = tokenizer(texts, return_tensors="pt", padding=True).to(model.device)
         memory = memory_on(model, memory_of(list(range(start, start + len(texts)))))
         # The weights of all entries are recorded: of the last token alone.
         ids, mask = inputs["input_ids"], inputs["attention_mask"]
@@ -111,4 +106,4 @@ def most_attended(
 
 def memory_on(model: Any, memory: Any) -> Any:
     """Return a memory on the device of the model; a searched one stays where it is."""
-    return memory.to(device_of(model)) if isinstance(memory, mmattn.Memory) else memory
+    return memory.to(model.device) if isinstance(memory, mmattn.Memory) else memory

@@ -10,7 +10,6 @@ row answers the same questions in the same words, from the same passages: an ans
 from __future__ import annotations
 
 import argparse
-import importlib
 import re
 import time
 from collections import Counter
@@ -45,7 +44,8 @@ def load_questions() -> list[Question]:
 
 def load_topics() -> dict[str, str]:
     """Return the topics of Python's documentation by name."""
-    topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
+    from pydoc_data.topics import topics
+
     return topics
 
 

@@ -20,7 +20,7 @@ import mmattn
 from mmattn import inspect, pipelines, training
 from mmattn.encoders import NameEncoder
 
-from .answering import Loss, answer_batch, device_of, load_lm, train as train_module
+from .answering import Loss, answer_batch, load_lm, train as train_module
 from .data import PROPERTIES, UNKNOWN, Entries, Fact, load_facts, prompt, synthetic
 from .measure import Measure
 from .settings import Config
@@ -197,7 +197,7 @@ def answer_loss(model: Any, tokenizer: Any, with_memory: bool = True) -> Loss:
     def loss(rows: Sequence[Question]) -> tuple[torch.Tensor, int]:
         prompts, answers, memories = zip(*rows, strict=True)
         batch = answer_batch(tokenizer, prompts, answers, mmattn.Memory.stack(memories) if with_memory else None)
-        return training.sum_nats(model, batch.to(device_of(model)))
+        return training.sum_nats(model, batch.to(model.device))
 
     return loss
 

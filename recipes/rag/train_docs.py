@@ -16,7 +16,7 @@ import torch
 import mmattn
 from mmattn import training
 
-from .answering import Loss, device_of, load_lm, train
+from .answering import Loss, load_lm, train
 from .documents import (
     KINDS,
     Choice,
@@ -134,7 +134,7 @@ def loss_on(model: Any, memory: Memories | None = None) -> Loss:
 
     def loss(part: Sequence[Window]) -> tuple[torch.Tensor, int]:
         batch = training.collate([text.ids for text in part], memory and memory(part))
-        return training.sum_nats(model, batch.to(device_of(model)))
+        return training.sum_nats(model, batch.to(model.device))
 
     return loss
 
@@ -146,5 +146,5 @@ def bits_per_byte(model: Any, test: Sequence[Window], batch: int, size: int, mem
     for start in range(0, len(test), batch):
         part = test[start : start + batch]
         texts = training.collate([text.ids for text in part], memory and memory(part))
-        nats += float(training.token_nats(model, texts.to(device_of(model))).sum())
+        nats += float(training.token_nats(model, texts.to(model.device)).sum())
     return nats / math.log(2) / size

@@ -73,7 +73,7 @@ def main(config: dict[str, Any]) -> Path:
 
     # Training.
     with hidden_states(model, settings):
-        seconds = train(model, "adapter", data, ids, memory, settings, run)
+        seconds = train(model, "adapter", measure, memory, settings, run)
     model.save_adapter(run.path / "adapter", encoder=encoder.fingerprint)
     pipeline_config = make_pipeline_config(settings, tokenizer, data)
     pipeline_config.save(run.path / "adapter")
@@ -91,10 +91,10 @@ def main(config: dict[str, Any]) -> Path:
                 row, texts = measure.row(f"adapter, {name}", model, pictures)
             rows.append(row | {"parameters": parameters, "seconds": seconds})
             if pictures is held_out:
-                save_captions(run, model, tokenizer, data, held_out, texts, encoder.grid)
+                save_captions(run, model, measure, held_out, texts, encoder.grid)
         model.unload()
         if settings.controls:
-            control = train_lora(lm, parameters, layers, data, ids, measure, settings, run)
+            control = train_lora(lm, parameters, layers, measure, settings, run)
             rows.insert(1, control)
             for row in rows:
                 row["bits_saved"] = bits_saved(row["nats"], control["nats"])
@@ -131,20 +131,14 @@ def hidden_states(model: Any, settings: Config) -> contextlib.AbstractContextMan
 
 
 def train(
-    model: Any,
-    name: str,
-    data: Data,
-    ids: Sequence[Sequence[int]],
-    memory: mmattn.Memory | None,
-    settings: Config,
-    run: training.RunFolder,
+    model: Any, name: str, measure: Measure, memory: mmattn.Memory | None, settings: Config, run: training.RunFolder
 ) -> float | None:
     """Train on pairs of a picture and one of its descriptions, without `memory` on the descriptions alone.
 
     Returns the seconds; None after Ctrl-C.
     """
     optim = settings.optim
-    texts = [picture.species.texts for picture in data.train] * (2 if settings.data.flip else 1)
+    texts = [picture.species.texts for picture in measure.data.train] * (2 if settings.data.flip else 1)
     pairs = training.PairSampler(texts, optim.per_device_train_batch_size, settings.seed)
 
     def collate(rows: Sequence[tuple[int, int, int]]) -> dict[str, Any]:
@@ -154,7 +148,7 @@ def train(
             seed = settings.seed * 1_000_003 + step
             batch_memory = memory[torch.tensor(pictures)]
             batch_memory = training.augment_memory(batch_memory, keep_fraction=optim.keep_fraction, seed=seed)
-        batch = training.collate([ids[text] for text in texts], batch_memory)
+        batch = training.collate([measure.ids[text] for text in texts], batch_memory)
         return {**batch.kwargs(), "labels": batch.labels}
 
     trainer = training.AdapterTrainer(
@@ -175,14 +169,7 @@ def train(
 
 
 def train_lora(
-    lm: Any,
-    parameters: int,
-    layers: Sequence[int],
-    data: Data,
-    ids: Sequence[Sequence[int]],
-    measure: Measure,
-    settings: Config,
-    run: training.RunFolder,
+    lm: Any, parameters: int, layers: Sequence[int], measure: Measure, settings: Config, run: training.RunFolder
 ) -> dict[str, Any]:
     """Train and measure the control: a LoRA on the texts, with as many parameters as the adapter, in its layers."""
     torch.manual_seed(settings.seed)
@@ -190,7 +177,7 @@ def train_lora(
     count = sum(p.numel() for p in lora.parameters() if p.requires_grad)
     print(f"LoRA, text only: {count:,} trained parameters beside {parameters:,} of the adapter")
     with hidden_states(lora, settings):
-        seconds = train(lora, "lora", data, ids, None, settings, run)
+        seconds = train(lora, "lora", measure, None, settings, run)
         if seconds is None:
             raise KeyboardInterrupt  # a baseline that was stopped early would flatter the adapter
         row, _ = measure.row("LoRA, text only", lora)
@@ -201,21 +188,21 @@ def train_lora(
 def save_captions(
     run: training.RunFolder,
     model: Any,
-    tokenizer: PreTrainedTokenizerBase,
-    data: Data,
+    measure: Measure,
     memory: mmattn.Memory,
     captions: Sequence[str],
     grid: tuple[int, int] | None,
 ) -> None:
     """Write all captions, and of some the attention of each word to the patches, for `mmattn explore`."""
-    pairs = zip(data.held_out, captions, strict=True)
+    held_out, tokenizer = measure.data.held_out, measure.tokenizer
+    pairs = zip(held_out, captions, strict=True)
     lines = [{"picture": one.image, "species": one.species.name, "caption": caption} for one, caption in pairs]
     run.write_json("captions.json", lines)
     if grid is None or grid[0] * grid[1] != memory.length:  # the encoder has no patches
         return
     traces = []
     for number in range(0, len(captions), -(-len(captions) // TRACES)):
-        title, picture = captions[number], mmattn.load_image(data.held_out[number].image)
+        title, picture = captions[number], mmattn.load_image(held_out[number].image)
         (ids,) = training.encode_texts(tokenizer, [title or " "])
         words = [tokenizer.decode([token]) for token in ids]
         traces.append(inspect.attribute(model, ids, memory[number], words, grid=grid, picture=picture, title=title))

@@ -52,26 +52,27 @@ class Documents:
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the share of right answers for each way to give a document."""
-        every, whole = [[number] for number in range(len(self.documents))], self.ids.shape[1]
+        every = [[number] for number in range(len(self.documents))]
+        whole, slots = self.ids.shape[1], self.virtual_tokens
         pairs = [[number, number + 1] for number in range(0, len(self.documents) - 1, 2)]
         rows = [
             self.row("no document", 0, lambda rows: self.in_prompt(rows, 0), every),
             self.row("the whole document in the prompt", whole, lambda rows: self.in_prompt(rows, whole), every),
-            self.row("its beginning in the prompt", self.virtual_tokens, self.beginning, every),
+            self.row("its beginning in the prompt", slots, lambda rows: self.in_prompt(rows, slots), every),
             self.row("two whole documents in the prompt", 2 * whole, lambda rows: self.in_prompt(rows, whole), pairs),
         ]
         for name, loss in (("not trained", None), ("next token", self.next_token), ("self-study", self.self_study)):
-            model = mmattn.attach(self.lm, self.adapter())
+            model = mmattn.attach(self.lm, mmattn.adapters.PrefixAdapter(slots, num_prefixes=len(self.documents)))
             self.begin(model)
             self.with_prefix(model)(pairs[:1])(self.ids[:1, :2])  # a host that cannot compose them is refused untrained
             seconds = None if loss is None else self.learn(model, name, loss)
-            rows.append(self.row(f"prefix, {name}", self.virtual_tokens, self.with_prefix(model), every))
+            rows.append(self.row(f"prefix, {name}", slots, self.with_prefix(model), every))
             rows[-1]["seconds"] = seconds
             if loss is not None:
                 of_another = self.with_prefix(model, shift=1)
-                rows.append(self.row(f"prefix, {name}, of another document", self.virtual_tokens, of_another, every))
+                rows.append(self.row(f"prefix, {name}, of another document", slots, of_another, every))
                 both = self.with_prefix(model)
-                rows.append(self.row(f"prefixes, {name}, of two documents", 2 * self.virtual_tokens, both, pairs))
+                rows.append(self.row(f"prefixes, {name}, of two documents", 2 * slots, both, pairs))
             if loss == self.self_study:
                 model.save_adapter(self.run.path / "adapter")
             model.unload()
@@ -79,10 +80,6 @@ class Documents:
         for row in rows:
             row["share"] = row["accuracy"] / (two if "two" in row["name"] else alone)
         return rows
-
-    def adapter(self) -> Any:
-        """Return a prefix for each document."""
-        return mmattn.adapters.PrefixAdapter(self.virtual_tokens, num_prefixes=len(self.documents))
 
     def begin(self, model: Any) -> None:
         """Initialise each prefix with the keys and values of the first tokens of its document."""
@@ -138,10 +135,6 @@ class Documents:
         """Return a function from questions to logits, with the first tokens of each document in the prompt."""
         before = self.ids[torch.tensor(rows)][:, :, :tokens].flatten(1)
         return lambda ids: self.teacher(torch.cat([before, ids], 1)).logits[:, before.shape[1] :]
-
-    def beginning(self, rows: Sequence[Sequence[int]]) -> Callable[[Tensor], Tensor]:
-        """Return the same with as many tokens of each document as a prefix has slots."""
-        return self.in_prompt(rows, self.virtual_tokens)
 
     def with_prefix(self, model: Any, shift: int = 0) -> Callable[[Any], Callable[[Tensor], Tensor]]:
         """Return the same with a prefix for each document, or with another document's prefix."""

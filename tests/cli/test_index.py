@@ -11,13 +11,6 @@ import torch
 from mmattn.encoders.text import TextEncoder
 from mmattn.retrieval.index import Index
 from tests.cli.running import call
-from tests.tiny_texts import save_encoder
-
-
-@pytest.fixture(scope="module")
-def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(17)
-    return save_encoder(tmp_path_factory.mktemp("encoder"))
 
 
 @pytest.fixture
@@ -30,30 +23,30 @@ def lines(tmp_path: Path) -> Path:
 
 class TestIndex:
     def test_built_searched_and_described(
-        self, encoder: Path, lines: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+        self, bert: Path, lines: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        folder, given = tmp_path / "index", ["--encoder", encoder, "--id-field", "name"]
+        folder, given = tmp_path / "index", ["--encoder", bert, "--id-field", "name"]
         code, out, err = call(capsys, "index", "build", lines, "-o", folder, *given, "--skip-broken")
         assert code == 0, err
         assert [path.name for path in sorted(tmp_path.iterdir())] == ["index", "lines.jsonl"]
-        reader = TextEncoder(encoder)
+        reader = TextEncoder(bert)
         index = Index.load(folder, encoder=reader)
         expected = Index.build(["the bluebell", "in the woods"], encoder=reader, ids=["a", "b"])
         torch.testing.assert_close(index.search("woods", 2).scores, expected.search("woods", 2).scores)
-        code, out, err = call(capsys, "index", "search", folder, "the bluebell", "--encoder", encoder, "--top-k", 1)
+        code, out, err = call(capsys, "index", "search", folder, "the bluebell", "--encoder", bert, "--top-k", 1)
         assert code == 0 and out == "1.000  a  the bluebell\n", err
         code, out, err = call(capsys, "index", "info", folder)
         assert code == 0 and f"encoder {reader.fingerprint}\n" in out, err
 
     def test_a_misspelt_store_is_refused_before_anything_is_embedded(
         self,
-        encoder: Path,
+        bert: Path,
         lines: Path,
         tmp_path: Path,
         capsys: pytest.CaptureFixture[str],
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        words = ["index", "build", lines, "-o", tmp_path / "index", "--encoder", encoder, "--skip-broken"]
+        words = ["index", "build", lines, "-o", tmp_path / "index", "--encoder", bert, "--skip-broken"]
         calls: list[Any] = []
         monkeypatch.setattr(TextEncoder, "encode", lambda self, texts, **options: calls.append(texts))
         code, _, err = call(capsys, *words, "--store", "hnws")
@@ -67,26 +60,26 @@ class TestIndex:
         ids=["empty", "blank", "broken"],
     )
     def test_files_without_text_make_no_index(
-        self, encoder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str, more: tuple[str, ...]
+        self, bert: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str, more: tuple[str, ...]
     ) -> None:
         pytest.importorskip("pyarrow", reason="pyarrow is not installed; it comes with mmattn[scale]")
         (tmp_path / "a.jsonl").write_text(content)
-        words = ["index", "build", tmp_path / "a.jsonl", "-o", tmp_path / "index", "--encoder", encoder, *more]
+        words = ["index", "build", tmp_path / "a.jsonl", "-o", tmp_path / "index", "--encoder", bert, *more]
         code, _, err = call(capsys, *words)
         assert code == 2 and ("a.jsonl:1 has no text" if more else "nothing to embed: a.jsonl have") in err
         assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
     def test_what_does_not_fit_is_not_shown(
-        self, encoder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+        self, bert: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        reader = TextEncoder(encoder)
+        reader = TextEncoder(bert)
         near = reader.encode(["the bluebell"]).tokens[:, 0]
         texts = ["the bluebell", "across", "opposite"]
         across = torch.linalg.qr(torch.cat([near, torch.eye(len(near[0]))[:3]]).T).Q[:, 1:2].T
         Index.build(
             torch.cat([near, 0.1 * near + across, -near]), encoder=reader, ids=["a", "b", "c"], texts=texts
         ).save(tmp_path / "index")
-        words = ["index", "search", tmp_path / "index", "the bluebell", "--encoder", encoder]
+        words = ["index", "search", tmp_path / "index", "the bluebell", "--encoder", bert]
         code, out, err = call(capsys, *words)
         assert (code, out) == (0, "1.000  a  the bluebell\n"), err
         code, out, err = call(capsys, *words, "--score-threshold", -0.5)
@@ -95,5 +88,5 @@ class TestIndex:
         assert (code, out) == (0, "")
         assert err == "nothing fits: the best score is 1.000, below --score-threshold 1.5\n"
         Index.build([], encoder=reader).save(tmp_path / "empty")
-        code, out, err = call(capsys, "index", "search", tmp_path / "empty", "x", "--encoder", encoder)
+        code, out, err = call(capsys, "index", "search", tmp_path / "empty", "x", "--encoder", bert)
         assert (code, out, err) == (0, "", "nothing fits: the index is empty\n")

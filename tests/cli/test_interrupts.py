@@ -9,14 +9,12 @@ from pathlib import Path
 from typing import IO
 
 import pytest
-import torch
 from datasets import load_from_disk
 from PIL import Image
 
 from mmattn.cli.app import main
 from mmattn.retrieval.index import Index
 from tests.cli.running import ROOT, call, interrupt_at, start
-from tests.tiny_texts import save_encoder
 
 TRAIN = """\
 import torch
@@ -52,12 +50,6 @@ def recipe(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.fixture(scope="module")
-def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(19)
-    return save_encoder(tmp_path_factory.mktemp("encoder"))
-
-
 @pytest.mark.slow
 def test_a_training_saves_what_it_has_and_exits_with_130(recipe: Path) -> None:
     """Invariant 88."""
@@ -70,12 +62,12 @@ def test_a_training_saves_what_it_has_and_exits_with_130(recipe: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_index_goes_on_where_it_was(encoder: Path, tmp_path: Path) -> None:
+def test_an_index_goes_on_where_it_was(bert: Path, tmp_path: Path) -> None:
     """Invariant 88."""
     pytest.importorskip("pyarrow", reason="pyarrow is not installed; it comes with mmattn[scale]")
     texts = [f"the bluebell {number}" for number in range(12_000)]  # two shards
     (tmp_path / "lines.txt").write_text("\n".join(texts))
-    words = ["index", "build", "lines.txt", "-o", "index", "--encoder", str(encoder)]
+    words = ["index", "build", "lines.txt", "-o", "index", "--encoder", str(bert)]
     code, printed = interrupt_at(start(tmp_path, *words), "shard 2 of 2:")
     assert code == 130 and "Traceback" not in printed, printed
     assert not (tmp_path / "index").exists()
@@ -88,11 +80,11 @@ def test_an_index_goes_on_where_it_was(encoder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_encoding_goes_on_where_it_was(encoder: Path, tmp_path: Path) -> None:
+def test_an_encoding_goes_on_where_it_was(bert: Path, tmp_path: Path) -> None:
     """Invariant 88."""
     rows = [{"text": f"row {number}", "passage": f"the bluebell {number}"} for number in range(6000)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    words = ["encode", "rows.jsonl", "-o", "store", "--text-encoder", str(encoder)]
+    words = ["encode", "rows.jsonl", "-o", "store", "--text-encoder", str(bert)]
     code, printed = interrupt_at(start(tmp_path, *words), "encoding, shard 2 of 2")
     assert code == 130 and "Traceback" not in printed, printed
     assert not (tmp_path / "store").exists() and list((tmp_path / "store.shards").glob("*-00000.arrow"))

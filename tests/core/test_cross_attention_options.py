@@ -46,20 +46,6 @@ def test_positions_are_counted_from_zero_unless_given():
     assert on_grid(x, memory, **places).shape == x.shape
 
 
-def test_a_null_slot_takes_part_of_the_attention():
-    """Weights of real slots sum to less than 1, and length normalisation keeps that share as the memory grows."""
-    x, memory = data()
-    memory = memory[:, :1]
-    shares = {}
-    for length_norm in (None, 29.0):
-        layer = make(null_slot=True, length_norm=length_norm)
-        for times in (1, 64):
-            shares[length_norm, times] = layer(x, memory.expand(-1, times, -1), return_weights=True)[1].sum(-1)
-            assert (shares[length_norm, times] < 1).all()
-    assert (shares[None, 64] - shares[None, 1]).max() > 0.1
-    torch.testing.assert_close(shares[29.0, 64], shares[29.0, 1], rtol=0, atol=1e-5)
-
-
 def test_head_scale():
     """Each head's find is multiplied; 0 leaves the output bias, and nothing where nothing is seen."""
     layer = make()
@@ -112,26 +98,21 @@ def test_bad_settings(settings_, match):
 
 def test_bad_calls():
     """Invariants 2, 15: widths, rows and options that do not fit this layer, each named."""
-    layer, (x, memory) = make(), data()
-    kept = layer.project(memory)
-    with pytest.raises(ShapeError, match=r"x must be \(b, l, 19\), got \(2, 5, 23\)"):
-        layer(torch.randn(B, L, E), memory)
-    with pytest.raises(ShapeError, match=r"memory must be a tensor \(b, m, 23\), got \(2, 7, 19\)"):
-        layer(x, torch.randn(B, M, D))
-    with pytest.raises(ShapeError, match="got list"):
-        layer(x, [memory])
-    with pytest.raises(ShapeError, match="multiple of them .beams., got 3 and 2"):
-        layer(torch.randn(3, L, D), memory)
-    with pytest.raises(ShapeError, match="got 3 and 2"):
-        layer(torch.randn(3, L, D), kept)
-    with pytest.raises(ShapeError, match="give them to project"):
-        layer(x, kept, mask=MASK)
-    with pytest.raises(ConfigError, match="has no score_bias"):
-        layer(x, memory, scores=torch.zeros(B, M))
-    with pytest.raises(ConfigError, match="give it scores"):
-        make(score_bias=True)(x, memory)
-    with pytest.raises(ShapeError, match=r"scores must be \(b, m\) = \(2, 7\), got \(7, 2\)"):
-        make(score_bias=True)(x, memory, scores=torch.zeros(M, B))
+    layer, scored, (x, memory) = make(), make(score_bias=True), data()
+    kept, three, scores = layer.project(memory), torch.randn(3, L, D), torch.zeros(B, M)
+    for call, error, words in (
+        (lambda: layer(torch.randn(B, L, E), memory), ShapeError, r"x must be \(b, l, 19\), got \(2, 5, 23\)"),
+        (lambda: layer(x, torch.randn(B, M, D)), ShapeError, r"must be a tensor \(b, m, 23\), got \(2, 7, 19\)"),
+        (lambda: layer(x, [memory]), ShapeError, "got list"),
+        (lambda: layer(three, memory), ShapeError, "multiple of them .beams., got 3 and 2"),
+        (lambda: layer(three, kept), ShapeError, "got 3 and 2"),
+        (lambda: layer(x, kept, mask=MASK), ShapeError, "give them to project"),
+        (lambda: layer(x, memory, scores=scores), ConfigError, "has no score_bias"),
+        (lambda: scored(x, memory), ConfigError, "give it scores"),
+        (lambda: scored(x, memory, scores=scores.T), ShapeError, r"scores must be \(b, m\) = \(2, 7\), got \(7, 2\)"),
+    ):
+        with pytest.raises(error, match=words):
+            call()
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from hypothesis import given, strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 
 from mmattn import masks
 from mmattn.core.masks import Mask
@@ -196,21 +196,6 @@ class TestConverters:
         converted = masks.from_additive(additive)
         assert converted.dtype == torch.bool
         assert torch.equal(converted, keep)
-
-    def test_three_routes_agree_with_multihead_attention(self) -> None:
-        """Invariant 3."""
-        keep = masks.padding([5, 2, 3], 5).tensor[:, 0, 0]
-        routes = (
-            masks.from_huggingface(keep.long()),
-            masks.from_additive(torch.zeros(3, 5).masked_fill(~keep, float("-inf"))),
-            masks.from_key_padding(~keep),
-        )
-        for route in routes:
-            assert torch.equal(route, keep)
-        layer = nn.MultiheadAttention(14, 2, batch_first=True)
-        x, memory = torch.randn(3, 7, 14), torch.randn(3, 5, 14)
-        theirs = layer(x, memory, memory, key_padding_mask=~keep)[1]
-        assert torch.equal(theirs != 0, routes[2][:, None].expand(3, 7, 5))
 
     @pytest.mark.parametrize(
         ("convert", "given", "words"),

@@ -13,11 +13,9 @@ from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
-import mmattn
 from mmattn import positions
 from mmattn.errors import ConfigError, ShapeError
-from tests.core.random_inputs import named_weights
-from tests.reference import assert_close, cross_attention_reference, rotary_reference
+from tests.reference import assert_close, rotary_reference
 
 
 class TestSinusoidal:
@@ -75,41 +73,6 @@ class TestRotary:
         ours, theirs = (torch.autograd.grad(out, x, upstream)[0] for out in (turned, expected))
         assert_close(ours, theirs, torch.float64, "grad")
 
-    def test_cross_attention_over_time_row_and_column(self) -> None:
-        b, l, d, e, h, k = 2, 3, 23, 19, 2, 18
-        layer = mmattn.CrossAttention(d, e, h, head_dim=k, rotary=positions.Rotary(k, axes=3))
-        x, memory = torch.randn(b, l, d), torch.randn(b, 20, e)
-        at = {"query_positions": torch.rand(b, l, 3) * 5, "memory_positions": torch.rand(20, 3) * 5}
-        expected, _ = cross_attention_reference(
-            named_weights(layer), x, memory, num_heads=h, rotary_base=10000.0, axes=3, **at
-        )
-        assert_close(layer(x, memory, **at), expected, torch.float32)
-
-    def test_on_a_grid_the_first_pairs_turn_by_row_and_the_others_by_column(self) -> None:
-        k = 20
-        x = torch.randn(1, 1, 1, k)
-        turn = positions.Rotary(k, axes=2)
-        still = turn(x, torch.tensor([[0, 0]]))
-        assert torch.equal(still, x)
-        by_row = (turn(x, torch.tensor([[3, 0]])) != x).flatten().tolist()
-        by_column = (turn(x, torch.tensor([[0, 3]])) != x).flatten().tolist()
-        assert by_row == ([True] * 5 + [False] * 5) * 2
-        assert by_column == ([False] * 5 + [True] * 5) * 2
-
-    @pytest.mark.parametrize("axes", [1, 2])
-    def test_scores_depend_on_the_distance_only(self, axes: int) -> None:
-        q, key = torch.randn(1, 1, 1, 20, dtype=torch.float64), torch.randn(1, 1, 1, 20, dtype=torch.float64)
-        turn = positions.Rotary(20, axes=axes)
-
-        def score(query_place: list[int], key_place: list[int]) -> float:
-            places = [torch.tensor(each[:axes]) for each in (query_place, key_place)]
-            places = [each if axes == 1 else each[None] for each in places]
-            return float((turn(q, places[0]) * turn(key, places[1])).sum())
-
-        near, far, other = score([5, 2], [3, 13]), score([105, 62], [103, 73]), score([5, 2], [4, 13])
-        assert near == pytest.approx(far, rel=1e-10)
-        assert near != pytest.approx(other, rel=1e-3)
-
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
     def test_half_precision_is_turned_in_float32_also_after_half(self, dtype: torch.dtype) -> None:
         turn = positions.Rotary(22).to(dtype)
@@ -148,14 +111,6 @@ class TestAlibi:
         assert slopes.dtype == torch.float32
         torch.testing.assert_close(slopes, bloom, rtol=1e-5, atol=0)
         torch.testing.assert_close(slopes, mpt, rtol=1e-5, atol=0)
-
-    @pytest.mark.parametrize("h", [8, 11])
-    def test_attention_equals_bloom_where_causal(self, h: int) -> None:
-        l = 13
-        scores = torch.randn(h, l, l).masked_fill(torch.ones(l, l).triu(1).bool(), float("-inf"))
-        theirs = scores + build_alibi_tensor(torch.ones(1, l, dtype=torch.long), h, torch.float32)
-        ours = scores + positions.alibi(h, l, l)
-        torch.testing.assert_close(ours.softmax(-1), theirs.softmax(-1), atol=1e-6, rtol=1e-5)
 
     def test_bias_is_minus_the_distance(self) -> None:
         h, l, m, offset = 3, 5, 11, 4

@@ -15,13 +15,12 @@ from mmattn import training
 from mmattn.encoders import TextEncoder
 from mmattn.errors import ConfigError, ImageError, ShapeError
 from tests.data.encoded_rows import Eye, captions, encode_captions, encoded, picture, start
-from tests.tiny_texts import WIDTH, save_encoder
+from tests.tiny_texts import WIDTH
 
 
 @pytest.fixture(scope="module")
-def reader(tmp_path_factory: pytest.TempPathFactory) -> TextEncoder:
-    torch.manual_seed(13)
-    return TextEncoder(save_encoder(tmp_path_factory.mktemp("encoder")), pooling="none")
+def reader(bert: Path) -> TextEncoder:
+    return TextEncoder(bert, pooling="none")
 
 
 def close(got: torch.Tensor, want: torch.Tensor) -> None:

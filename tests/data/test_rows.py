@@ -15,7 +15,7 @@ from PIL import Image as Pictures
 import mmattn
 from mmattn import training
 from mmattn.errors import ConfigError
-from tests.data.row_files import class_folders, lines, picture
+from tests.data.encoded_rows import picture
 
 
 def read(path: str | Path, **options: Any) -> Any:
@@ -23,10 +23,16 @@ def read(path: str | Path, **options: Any) -> Any:
     return training.read_rows(path, **{"split": "train", **options})
 
 
+def lines(path: Path, *given: Any) -> Path:
+    """Objects, or what is to stand in a line, one for each line."""
+    path.write_text("\n".join(one if isinstance(one, str) else json.dumps(one) for one in given), encoding="utf-8")
+    return path
+
+
 class TestFiles:
     def test_columns_and_paths(self, tmp_path: Path) -> None:
         """Paths start at the folder of the file."""
-        picture(tmp_path / "shown", "a.png")
+        picture(tmp_path / "shown" / "a.png")
         file = lines(
             tmp_path / "rows.jsonl",
             {"text": "one", "image": "shown/a.png", "id": "7"},
@@ -49,7 +55,7 @@ class TestFiles:
         content = "\r\n".join(json.dumps({"text": text}, ensure_ascii=False) for text in texts)
         (tmp_path / "rows.jsonl").write_bytes(content.encode())
         assert read(tmp_path / "rows.jsonl")["text"][:] == texts
-        picture(tmp_path / "beside", "a.png")
+        picture(tmp_path / "beside" / "a.png")
         (tmp_path / "beside" / "a.txt").write_bytes("\ufeffa red\r\n tulip\r\n".encode())
         assert read(tmp_path / "beside")["text"][:] == ["a red\n tulip"]
 
@@ -91,7 +97,10 @@ class TestFiles:
 
 class TestFolders:
     def test_class_folders(self, tmp_path: Path) -> None:
-        rows = read(class_folders(tmp_path))
+        for place, name in enumerate(("daisy", "lily-valley")):
+            for number in range(3):
+                picture(tmp_path / name / f"{number}.png", 40 * place + number)
+        rows = read(tmp_path)
         assert rows["text"][:] == ["A photo of a daisy."] * 3 + ["A photo of a lily valley."] * 3
         assert [Path(image["path"]).parent.name for image in rows["image"]] == ["daisy"] * 3 + ["lily-valley"] * 3
         assert read(tmp_path, template="{label}, {label}!")["text"][0] == "daisy, daisy!"
@@ -106,12 +115,12 @@ class TestFolders:
         for folder in ("train", "val", "test"):
             place = tmp_path / folder
             for number in range(2):
-                picture(place, f"{number}.png", number)
+                picture(place / f"{number}.png", number)
                 if kind == "beside":
                     (place / f"{number}.txt").write_text(f"{folder} {number}\n")
             if kind == "metadata":
                 lines(place / "metadata.jsonl", *({"file_name": f"{n}.png", "text": f"{folder} {n}"} for n in range(2)))
-        picture(tmp_path / "train" / ".ipynb_checkpoints", "0.png")
+        picture(tmp_path / "train" / ".ipynb_checkpoints" / "0.png")
         splits = training.read_rows(tmp_path)
         assert list(splits) == ["train", "validation", "test"] or set(splits) == {"train", "validation", "test"}
         assert sorted(splits["validation"]["text"]) == ["val 0", "val 1"] and len(splits["train"]) == 2
@@ -121,19 +130,19 @@ class TestFolders:
     def test_a_picture_without_its_text(self, tmp_path: Path) -> None:
         """It is a row without a text, which encoding names."""
         for name in ("a", "b"):
-            picture(tmp_path, f"{name}.png")
+            picture(tmp_path / f"{name}.png")
         (tmp_path / "a.txt").write_text("a tulip")
         assert read(tmp_path)["text"][:] == ["a tulip", None]
 
     def test_a_text_that_is_not_utf_8(self, tmp_path: Path) -> None:
         """Invariant 75."""
-        picture(tmp_path, "a.png")
+        picture(tmp_path / "a.png")
         (tmp_path / "a.txt").write_bytes("Blüte".encode("latin-1"))
         with pytest.raises(ConfigError, match="a.txt is not UTF-8"):
             read(tmp_path)
 
     def test_pictures_without_texts(self, tmp_path: Path) -> None:
-        picture(tmp_path, "a.png")
+        picture(tmp_path / "a.png")
         with pytest.raises(ConfigError, match="pictures of .* have no texts: .*metadata.jsonl.*\\.txt"):
             read(tmp_path)
         assert len(read(tmp_path, host="unet")) == 1
@@ -215,7 +224,7 @@ class TestSplit:
         columns: dict[str, Any] = {"text": [f"caption {i}" for i in range(20)]}
         if kind == "imagefolder":
             for name in set(names):
-                picture(tmp_path, name)
+                picture(tmp_path / name)
             file = [{"file_name": name, "text": text} for name, text in zip(names, columns["text"], strict=True)]
             lines(tmp_path / "metadata.jsonl", *file)
             rows = read(tmp_path)
@@ -245,7 +254,7 @@ def tar(path: Path, samples: dict[str, dict[str, Any]], folder: str = "") -> Pat
 class TestTars:
     @pytest.fixture
     def pictures(self, tmp_path: Path) -> list[bytes]:
-        return [picture(tmp_path / "pictures", f"{n}.png", n).read_bytes() for n in range(11)]
+        return [picture(tmp_path / "pictures" / f"{n}.png", n).read_bytes() for n in range(11)]
 
     @pytest.fixture
     def folder(self, tmp_path: Path, pictures: list[bytes]) -> Path:

@@ -7,19 +7,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from PIL import Image
 from safetensors.torch import save_file
 
+from tests.encoders.pieces import drawing
+
 
 @pytest.fixture
 def picture() -> Image.Image:
-    """A coloured picture without any symmetry."""
-    y, x = np.mgrid[0:47, 0:61].astype(np.float64)
-    channels = [255 * x / 61, 255 * y / 47, 127 + 120 * np.sin(x / 9 + y / 13)]
-    return Image.fromarray(np.stack(channels, -1).round().astype(np.uint8))
+    return drawing()
 
 
 @pytest.fixture

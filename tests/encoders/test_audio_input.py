@@ -59,7 +59,7 @@ def test_other_rates(rate: int) -> None:
     wanted = 0.4 * torch.sin(2 * math.pi * 440 * torch.arange(len(found)) / 16000)
     assert torch.isfinite(found).all()
     torch.testing.assert_close(found[400:-400], wanted[400:-400], atol=2e-3, rtol=0)
-    assert torch.equal(found, load_audio(wave, source_rate=rate))
+    assert torch.equal(found, load_audio((wave, rate)))
 
 
 def test_a_long_file_comes_in_pieces_that_are_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,8 +72,8 @@ def test_a_long_file_comes_in_pieces_that_are_the_whole(monkeypatch: pytest.Monk
     assert len(pieces) >= 9 and max(piece.shape[1] for piece in pieces) < 8
     torch.testing.assert_close(torch.cat(pieces, 1), whole, atol=1e-5, rtol=0)
     wave = chirp(1.1, 8000)
-    parts = [memory.tokens for memory in ear.stream(wave.split(811), sampling_rate=8000)]
-    torch.testing.assert_close(torch.cat(parts, 1), ear(wave, sampling_rate=8000).tokens, atol=1e-5, rtol=0)
+    parts = [memory.tokens for memory in ear.stream((wave.split(811), 8000))]
+    torch.testing.assert_close(torch.cat(parts, 1), ear((wave, 8000)).tokens, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize(
@@ -137,9 +137,9 @@ def test_what_else_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as limit, pytest.raises(AudioError, match="is longer than 0.2 seconds; cut it"):
         limit.setattr(audio, "MAX_SECONDS", 0.2)
         load_audio(LOUD * 0.5)
-    for rates in ((0, None), (16000, 0)):
+    for source, rate in ((LOUD, 0), ((LOUD, 0), 16000), ({"array": LOUD, "sampling_rate": 0}, 16000)):
         with pytest.raises(ConfigError, match="rate must be at least 1, got 0"):
-            load_audio(LOUD, rates[0], source_rate=rates[1])
+            load_audio(source, rate)
     with pytest.raises(AudioError, match="a piece of a sound was expected, got str"):
         list(LogMelEncoder().stream(["one", "two"]))
     with pytest.raises(AudioError, match="one sound or several were expected, got int"):

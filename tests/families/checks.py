@@ -19,7 +19,7 @@ from mmattn.errors import MmattnError
 from mmattn.hosts.model import adapted
 from mmattn.hosts.probe import host_inputs
 from tests.families.building import MEMORY_DIM, tiny_model
-from tests.tiny import checkpoint, without_checkpoints
+from tests.tiny import checkpoint, open_gates, without_checkpoints
 
 IDS = torch.tensor([[5, 9, 3, 7, 2, 8, 11], [4, 4, 6, 12, 9, 3, 20]])
 NEW = 5  # tokens that are generated
@@ -48,13 +48,16 @@ class Family:
         self.name, self.auto, self.where, self.writes, self.ids = name, auto, where, writes, IDS
         self.host = tiny_model(name, auto)
         self.main = self.host.main_input_name
-        drawn = torch.Generator().manual_seed(9)
-        self.tokens = torch.randn(2, 5, MEMORY_DIM, generator=drawn)
-        self.mask = torch.tensor([[True] * 5, [True] * 3 + [False] * 2])
-        self.memory = mmattn.Memory(self.tokens, self.mask)
+        self.remember()
         self.alone = self.logits(self.host)
         if not self.alone.isfinite().all() or (writes and self.alone.shape[:2] != IDS.shape):
             raise HostCannot(f"it answers with {tuple(self.alone.shape)}, or with no finite numbers")
+
+    def remember(self) -> None:
+        """Draw memories of five slots and of three."""
+        self.tokens = torch.randn(2, 5, MEMORY_DIM, generator=torch.Generator().manual_seed(9))
+        self.mask = torch.tensor([[True] * 5, [True] * 3 + [False] * 2])
+        self.memory = mmattn.Memory(self.tokens, self.mask)
 
     def another_host(self) -> nn.Module:
         """A host of the same weights."""
@@ -70,13 +73,7 @@ class Family:
 
     def open(self) -> None:
         """Have the adapter add something."""
-        drawn = torch.Generator().manual_seed(7)
-        with torch.no_grad():
-            for name, parameter in self.model.adapters.named_parameters():
-                if "gate" in name:
-                    parameter.fill_(0.7)
-                elif parameter.ndim >= 2:
-                    parameter.copy_(0.3 * torch.randn(parameter.shape, generator=drawn))
+        open_gates(self.model)
 
     @torch.no_grad()
     def logits(self, model: Any, ids: Tensor = IDS, **given: Any) -> Tensor:
@@ -311,11 +308,28 @@ def saved(case: Family) -> None:
         near(case.logits(mmattn.load(other, folder), memory=case.memory), answer, 0.0, "loaded")
 
 
+def learned(case: Family, loss: Callable[[], object] | None = None) -> Tensor:
+    """The gradients of the adapter's weights after a backward pass; all must be there, and none of the host's."""
+    for parameter in case.model.adapters.parameters():
+        parameter.grad = None
+    if loss is None:
+        answer_of(case.model(**case.given(case.ids), memory=case.memory)).float().square().mean().backward()
+    else:
+        loss()
+    found = {name: parameter.grad for name, parameter in case.model.adapters.named_parameters()}
+    missing = [name for name, grad in found.items() if grad is None or not grad.isfinite().all()]
+    assert not missing, f"no gradient, or no finite one: {missing[:3]}"
+    assert all(parameter.grad is None for parameter in case.host.parameters()), "the host is given gradients"
+    together = torch.cat([grad.flatten() for grad in found.values() if grad is not None])
+    assert together.abs().max() > 0, "nothing is learned"
+    return together
+
+
 def gradients(case: Family) -> None:
     """Every weight of the adapter learns and none of the host's; recomputing layers gives the same."""
     host, model = case.host, case.model
 
-    def loss(memory: mmattn.Memory | None, recompute: dict[str, Any]) -> Tensor:
+    def loss(memory: mmattn.Memory | None, recompute: dict[str, Any]) -> None:
         model.train()
         if recompute:
             checkpoint(host, recompute["use_reentrant"])
@@ -333,26 +347,16 @@ def gradients(case: Family) -> None:
             if recompute:
                 without_checkpoints(host)
             model.eval()
-        return value
-
-    def learned(**recompute: Any) -> Tensor:
-        for parameter in model.adapters.parameters():
-            parameter.grad = None
-        loss(case.memory, recompute)
-        found = {name: parameter.grad for name, parameter in model.adapters.named_parameters()}
-        missing = [name for name, grad in found.items() if grad is None or not grad.isfinite().all()]
-        assert not missing, f"no gradient, or no finite one: {missing[:3]}"
-        return torch.cat([grad.flatten() for grad in found.values() if grad is not None])
 
     batch_norms = {name: value.clone() for name, value in host.named_buffers()}
-    plain = learned()
-    assert plain.abs().max() > 0, "nothing is learned"
-    assert all(parameter.grad is None for parameter in host.parameters()), "the host is given gradients"
+    plain = learned(case, lambda: loss(case.memory, {}))
     if getattr(host, "supports_gradient_checkpointing", False):
         for reentrant in (False, True):
+            how = {"use_reentrant": reentrant}
             why = f"alone, too, fails where layers are recomputed, use_reentrant={reentrant}"
-            case.host_must(lambda mode=reentrant: loss(None, {"use_reentrant": mode}), why)  # type: ignore[misc]
-            near(learned(use_reentrant=reentrant), plain, CACHED, f"recomputed, use_reentrant={reentrant}")
+            case.host_must(lambda how=how: loss(None, how), why)  # type: ignore[misc]
+            again = learned(case, lambda how=how: loss(case.memory, how))  # type: ignore[misc]
+            near(again, plain, CACHED, f"recomputed, use_reentrant={reentrant}")
     for name, value in host.named_buffers():  # of batch norms, which a host in training mode changes by itself
         value.copy_(batch_norms[name])
 

@@ -15,10 +15,10 @@ import mmattn
 from mmattn.hosts.diffusion.guided_calls import CONDITIONAL_FIRST
 from mmattn.hosts.diffusion.heads import SHARED
 from mmattn.testing.case import rows_of, stir
-from tests import tiny_transformers, tiny_unets, transformer_sizes
+from tests import tiny, tiny_transformers, tiny_unets, transformer_sizes
 from tests.families import checks
 from tests.families.building import MEMORY_DIM
-from tests.families.checks import CACHED, Family, HostCannot, near
+from tests.families.checks import CACHED, Family, HostCannot, learned, near
 
 #: Every transformer that diffusers denoises with.
 NAMES = tuple(
@@ -43,10 +43,7 @@ class DiffusionFamily(Family):
             self.host = self.another_host()
         except Exception as error:
             raise HostCannot(str(error)) from error
-        drawn = torch.Generator().manual_seed(9)
-        self.tokens = torch.randn(2, 5, MEMORY_DIM, generator=drawn)
-        self.mask = torch.tensor([[True] * 5, [True] * 3 + [False] * 2])
-        self.memory = mmattn.Memory(self.tokens, self.mask)
+        self.remember()
 
     def another_host(self) -> nn.Module:
         """A host of the same weights."""
@@ -142,13 +139,9 @@ def guided(case: DiffusionFamily) -> None:
 def steps(case: DiffusionFamily) -> None:
     """Keys and values of a memory are computed once for all steps."""
     adapter = case.model.adapter("default")
-    ran: list[int] = []
     blocks = [adapter.attention(layer) for layer in adapter.layers]
-    hooks = [block.k_proj.register_forward_hook(lambda *given: ran.append(1)) for block in blocks]
-    with case.model.condition(case.memory):
+    with tiny.counting(*(block.k_proj for block in blocks)) as ran, case.model.condition(case.memory):
         answers = [case.logits(case.host) for _ in range(3)]
-    for hook in hooks:
-        hook.remove()
     assert len(ran) == len(blocks), f"{len(ran)} projections in three steps of {len(blocks)} layers"
     near(answers[2], answers[0], 0.0, "the third step")
 
@@ -176,24 +169,13 @@ def gradients(case: DiffusionFamily) -> None:
     """Every weight of the adapter learns and none of the host's; recomputing layers gives the same."""
     host, model = case.host, case.model
 
-    def learned() -> Tensor:
-        for parameter in model.adapters.parameters():
-            parameter.grad = None
-        model(**case.given(_IDS), memory=case.memory)[0].float().square().mean().backward()
-        found = {name: parameter.grad for name, parameter in model.adapters.named_parameters()}
-        missing = [name for name, grad in found.items() if grad is None or not grad.isfinite().all()]
-        assert not missing, f"no gradient, or no finite one: {missing[:3]}"
-        return torch.cat([grad.flatten() for grad in found.values() if grad is not None])
-
     def backward() -> None:
         given = case.given(_IDS)
         name = model.picture_name
         case.another_host()(**given | {name: given[name].clone().requires_grad_()})[0].sum().backward()
 
     case.host_must(backward, "alone, too, gives no gradients on a CPU")
-    plain = learned()
-    assert plain.abs().max() > 0, "nothing is learned"
-    assert all(parameter.grad is None for parameter in host.parameters()), "the host is given gradients"
+    plain = learned(case)
     if getattr(host, "_supports_gradient_checkpointing", False):
         host.enable_gradient_checkpointing()
         host.train()
@@ -201,7 +183,7 @@ def gradients(case: DiffusionFamily) -> None:
             untouched = case.another_host().train()
             untouched.enable_gradient_checkpointing()
             case.host_must(lambda: untouched(**case.given(_IDS)), "alone, too, fails where layers are recomputed")
-            near(learned(), plain, CACHED, "recomputed")
+            near(learned(case), plain, CACHED, "recomputed")
         finally:
             host.disable_gradient_checkpointing()
             host.eval()

@@ -167,15 +167,6 @@ DIFFUSERS = [
 
 
 @contextmanager
-def _default_dtype(_: Subject) -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
-@contextmanager
 def _none_active(subject: Subject) -> Iterator[None]:
     before = list(subject.model.active)
     subject.model.set_adapter([])
@@ -202,7 +193,7 @@ CALL = [
     Change("call: train()", _train, is_of_host=False, is_equal=True),
 ]
 OF_LM = [
-    Change("call: default dtype", _default_dtype, is_of_host=False, is_equal=True),
+    Change("call: default dtype", lambda _: tiny.default_dtype(torch.float64), is_of_host=False, is_equal=True),
     Change("call: second adapter", _attach_second, is_of_host=False, is_equal=True),
 ]
 #: Of an open block, which no change of the active adapters closes.

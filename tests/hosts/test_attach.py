@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,26 +14,43 @@ import torch
 import transformers
 from accelerate import init_empty_weights
 from torch import nn
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    LlamaConfig,
+)
 
 import mmattn
-from mmattn.adapters import InsertedAdapter, JoinedAdapter
+from mmattn.adapters import InsertedAdapter, JoinedAdapter, PassageAdapter
+from mmattn.adapters.decoupled import DecoupledLayout, JointDecoupledAdapter
 from mmattn.errors import AdapterFileError, AttachError, ConditionError
 from mmattn.hosts import attach_check
 from mmattn.testing.case import no_trace, traces
-from tests import tiny, tiny_unets
+from tests import tiny, tiny_transformers, tiny_unets
 from tests.cli.running import call
 from tests.families.building import tiny_config, tiny_model
 from tests.tiny import own
 
 GATED = mmattn.GatedAdapter(memory_dim=tiny.MEMORY_DIM, layers=(0, 2), num_heads=2, head_dim=8)
 BEFORE = mmattn.GatedAdapter(memory_dim=tiny.MEMORY_DIM, layers=(0, 2), num_heads=2, head_dim=8, position="before")
+CHUNKED = mmattn.ChunkedAdapter(memory_dim=tiny.MEMORY_DIM, layers=(0, 2), num_heads=2, chunk_size=3)
 DECOUPLED = mmattn.DecoupledAdapter(memory_dim=9)
+COPIED = mmattn.DecoupledAdapter(memory_dim=9, tokens=2, start="host")
+AFTER_BLOCKS = mmattn.DecoupledAdapter(9, tokens=2, layout=DecoupledLayout(slot_dim=10, bias=True, added_to="block"))
+JOINTLY = JointDecoupledAdapter(memory_dim=9)
+FLUX, TWO_WIDTHS = "FluxTransformer2DModel", {"num_cross_attention_heads": 1, "cross_attention_head_dim": 16}
 SIZES = {"attention_head_dim": 16, "num_attention_heads": 2, "num_layers": 1, "in_channels": 4}
 
 
-def language(family):
-    return tiny_model(family, AutoModelForCausalLM)
+def family(name, auto=AutoModelForCausalLM):
+    return partial(tiny_model, name, auto)
+
+
+def text_model(name):
+    return family(name, AutoModelForSeq2SeqLM if name in ("t5", "bart") else AutoModelForSequenceClassification)
 
 
 def of_another_width():
@@ -86,6 +103,25 @@ def with_a_forward_of_its_own():
     return OfItsOwn(joint_attention_dim=32, caption_projection_dim=32, pooled_projection_dim=32, **SIZES)
 
 
+def of_chunks():
+    """A host whose layers see a chunk of the text each."""
+    host = tiny.make("llama")
+    host.config.layer_types = ["chunked_attention"] * tiny.LAYERS
+    return host
+
+
+def unread():
+    """SD3 of which nothing of the attention of the last block reaches the picture."""
+    host = tiny_transformers.make()
+    for parameter in host.transformer_blocks[1].norm1.linear.parameters():
+        torch.nn.init.zeros_(parameter)
+    return host
+
+
+def transformer(name, **changes):
+    return partial(tiny_transformers.make, name, **changes)
+
+
 def autoencoder():
     return diffusers.AutoencoderKL(block_out_channels=(8,), norm_num_groups=4)
 
@@ -101,8 +137,8 @@ def without_attention_to_texts():
     [
         # Layers that hand on something else.
         *((of_another_width, adapter, {}, AttachError, r"\(b, l, 48\)") for adapter in (GATED, BEFORE)),
-        *((lambda: language("xlnet"), adapter, {}, AttachError, "rows") for adapter in (GATED, BEFORE)),
-        *((lambda: language("reformer"), adapter, {}, AttachError, "reversible") for adapter in (GATED, BEFORE)),
+        *((family("xlnet"), adapter, {}, AttachError, "rows") for adapter in (GATED, BEFORE)),
+        *((family("reformer"), adapter, {}, AttachError, "reversible") for adapter in (GATED, BEFORE)),
         (lambda: tiny.make("llama"), GATED, {"path": "model.blocks"}, AttachError, "model.blocks"),
         (lambda: tiny.make("llama"), replace(GATED, layers=None, every=5), {}, AttachError, "every=5"),
         *(
@@ -110,6 +146,22 @@ def without_attention_to_texts():
             for error in (KeyError, ZeroDivisionError, AttributeError)
         ),
         (on_meta, GATED, {}, ConditionError, "meta device"),
+        *(
+            (family(name, AutoModelForImageClassification), GATED, {}, AttachError, r"\(b, l, \d+\)")
+            for name in ("convnext", "resnet")
+        ),
+        # Parts of a host, and kinds of adapters that write token by token.
+        (text_model("bart"), replace(GATED, layers=(0, 4), where="encoder"), {}, AttachError, r"\[0, 4\].*0 to 3"),
+        (text_model("t5"), CHUNKED, {}, AttachError, "T5ForConditionalGeneration"),
+        (text_model("t5"), replace(GATED, visible_segments="latest"), {}, AttachError, "T5ForConditionalGeneration"),
+        (text_model("t5"), GATED, {"path": "decoder.block"}, AttachError, "kind 'encoder_decoder'"),
+        (text_model("bert"), CHUNKED, {}, AttachError, "token by token.*BertForSequenceClassification"),
+        (text_model("bert"), replace(GATED, where="encoder"), {}, AttachError, "where='encoder'"),
+        (lambda: tiny.make("llama"), replace(GATED, where="encoder"), {}, AttachError, "where='encoder'"),
+        # Positions that cannot be moved, and embeddings that are projected to hidden states.
+        (lambda: tiny.make("falcon", alibi=True), PassageAdapter(), {}, AttachError, "Falcon"),
+        (of_chunks, PassageAdapter(), {}, AttachError, "within chunks"),
+        (lambda: tiny.make("opt", word_embed_proj_dim=24), InsertedAdapter(13), {}, AttachError, "width 24, .* 32"),
         # Models of diffusers, beside whose attention nothing fits.
         *((film, adapter, {}, AttachError, "LatteTransformer3DModel") for adapter in (DECOUPLED, None)),
         (of_other_tokens, DECOUPLED, {}, AttachError, "LuminaNextDiT2DModel"),
@@ -118,6 +170,20 @@ def without_attention_to_texts():
         (without_attention_to_texts, DECOUPLED, {}, AttachError, "UNet2DModel.*cross-attention"),
         (lambda: tiny_unets.make().to("meta"), DECOUPLED, {}, ConditionError, "load weights first"),
         (lambda: nn.Linear(3, 5), DECOUPLED, {}, AttachError, "Linear"),
+        # Attention with two queries for a token, and layers that do not reach the picture.
+        (transformer("StableAudio3DiTModel"), DECOUPLED, {}, AttachError, "queries"),
+        (unread, DECOUPLED, {}, ConditionError, r"transformer_blocks\.1\.attn"),
+        (transformer(FLUX), replace(DECOUPLED, blocks=("middle",)), {}, AttachError, "middle"),
+        (transformer("PRXTransformer2DModel"), COPIED, {}, AttachError, "start='nothing'"),
+        (transformer("JoyImageEditTransformer3DModel"), COPIED, {}, AttachError, "start='nothing'"),
+        (tiny_unets.make, replace(COPIED, tokens=None), {}, AttachError, "tokens="),
+        (tiny_unets.make, AFTER_BLOCKS, {}, AttachError, "added_to='block'"),
+        (transformer("SanaTransformer2DModel", **TWO_WIDTHS), AFTER_BLOCKS, {}, AttachError, "added_to='block'"),
+        # Not keys of fewer heads, and not those of the text.
+        *(
+            (transformer(f"{name}Model"), JOINTLY, {}, AttachError, "picture")
+            for name in ("AceStepTransformer1D", "Krea2Transformer2D", "WanTransformer3D")
+        ),
         # Adapters of another kind of host, and what they name.
         *((make, GATED, {}, AttachError, "") for make in (film, autoencoder, with_a_forward_of_its_own)),
         (tiny_unets.make, GATED, {}, AttachError, "UNet2DConditionModel"),
@@ -128,7 +194,7 @@ def without_attention_to_texts():
     ],
 )
 def test_a_host_that_does_not_fit_is_refused_and_unchanged(make, adapter, options, error, says):
-    """Invariants 30, 36, 44."""
+    """Invariants 30, 36, 44, 105."""
     host = make()
     before, weights = traces(host), [one.detach().clone() for one in host.parameters()]
     with pytest.raises(error, match=says or type(host).__name__):
@@ -317,22 +383,12 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 # Adapters that are put on a host inside a mode of torch: as outside of it, or refused in words
 
 
-@contextlib.contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
 MODES: dict[str, Callable[[], Any]] = {
     "inference_mode": torch.inference_mode,
     "no_grad": torch.no_grad,
-    "bfloat16 by default": lambda: default_dtype(torch.bfloat16),
-    "float16 by default": lambda: default_dtype(torch.float16),
-    "float64 by default": lambda: default_dtype(torch.float64),
+    "bfloat16 by default": lambda: tiny.default_dtype(torch.bfloat16),
+    "float16 by default": lambda: tiny.default_dtype(torch.float16),
+    "float64 by default": lambda: tiny.default_dtype(torch.float64),
     "device meta": lambda: torch.device("meta"),
     "init_empty_weights with buffers": lambda: init_empty_weights(include_buffers=True),
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
@@ -343,9 +399,6 @@ KINDS: dict[str, Callable[[], Any]] = {
     "joined": lambda: JoinedAdapter(memory_dim=13, every=1),
     "inserted": lambda: InsertedAdapter(memory_dim=13),
 }
-
-
-COPIED: dict[str, Any] = {"start": "host", "memory_dim": tiny_unets.TEXT_DIM}
 
 
 def check_dtype(model: Any, mode: str) -> None:
@@ -406,9 +459,10 @@ def test_calibrate(mode: str) -> None:
 def test_weights_that_begin_as_the_hosts(mode: str) -> None:
     """Invariant 153: of a UNet, whose projections are copied as they are."""
     unet = tiny_unets.make()
-    wanted = tiny_unets.attach(tiny_unets.make(), opened=False, **COPIED).adapters.state_dict()
+    start: dict[str, Any] = {"start": "host", "memory_dim": tiny_unets.TEXT_DIM}
+    wanted = tiny_unets.attach(tiny_unets.make(), opened=False, **start).adapters.state_dict()
     with MODES[mode]():
-        model = mmattn.attach(unet, tiny_unets.adapter(**COPIED))
+        model = mmattn.attach(unet, tiny_unets.adapter(**start))
     check_dtype(model, mode)
     state = model.adapters.state_dict()
     copied = [name for name in state if "k_proj" in name or "v_proj" in name]

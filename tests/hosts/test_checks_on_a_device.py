@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import gc
-import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import mmattn
 from mmattn.core import tracing
@@ -45,11 +44,6 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Any:
     UNDER_WAY.set(())
     yield
     UNDER_WAY.set(())
-
-
-@pytest.fixture
-def model() -> Model:
-    return tiny.attach(tiny.make("llama"))
 
 
 def spoilt(value: float = torch.nan) -> mmattn.Memory:
@@ -96,11 +90,9 @@ def test_another_thread_is_not_refused(model: Model, monkeypatch: Any) -> None:
     """Invariant 204."""
     model(tiny.text(3), memory=spoilt())
     monkeypatch.setattr(Unknown, "query", lambda self: True)
-    found: list[Tensor] = []
-    thread = threading.Thread(target=lambda: found.append(model(tiny.text(3), memory=tiny.memory(3)).logits))
-    thread.start()
-    thread.join()
-    assert len(found) == 1 and found[0].isfinite().all()
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(lambda: model(tiny.text(3), memory=tiny.memory(3)).logits).result()
+    assert found.isfinite().all()
     with pytest.raises(NonFiniteError, match="row 1"):
         report_checks()
 
@@ -125,15 +117,7 @@ def test_a_request_is_refused_by_itself(model: Model) -> None:
     """Invariant 204. In continuous batching, also where its memory was made by a thread that goes on."""
     good, bad = tiny.memory(3), spoilt()
     given = [good[0], bad[1], good[2]]
-    settings = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
-    from transformers import ContinuousBatchingConfig, GenerationConfig
-
-    found = model.generate_batch(
-        tiny.text(3).tolist(),
-        memory=given,
-        generation_config=GenerationConfig(**settings),
-        continuous_batching_config=ContinuousBatchingConfig(num_blocks=32, page_size=16, max_batch_tokens=64),
-    )
+    found = model.generate_batch(tiny.text(3).tolist(), memory=given, **tiny.paged(3))
     errors = [one.error for one in found.values()]
     assert errors[0] is errors[2] is None and "non-finite values at row 0 (slot 2)" in errors[1]
     assert model(tiny.text(3), memory=good).logits.isfinite().all()

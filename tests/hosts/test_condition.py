@@ -13,10 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from transformers import (
-    ContinuousBatchingConfig,
-    GenerationConfig,
-)
 
 import mmattn
 from mmattn.errors import ConditionError
@@ -142,14 +138,13 @@ def test_an_interrupted_forward_leaves_nothing(asked):
     body, ids = asked.model.host.model, asked.ids
     with torch.no_grad():
         want = body(ids).last_hidden_state
-        handle = tiny.decoder_layers(asked.model.host)[1].register_forward_pre_hook(interrupt)
         for call in (
             lambda: asked.model(ids, memory=asked.A),
             lambda: asked.model.generate(ids, memory=asked.A, max_new_tokens=2),
         ):
-            with pytest.raises(KeyboardInterrupt):
+            layer = tiny.decoder_layers(asked.model.host)[1]
+            with pytest.raises(KeyboardInterrupt), layer.register_forward_pre_hook(interrupt):
                 call()
-        handle.remove()
         assert torch.equal(body(ids).last_hidden_state, want)
         assert asked() == "none"
 
@@ -209,8 +204,6 @@ def test_blocks_that_are_left_elsewhere_are_forgotten(asked):
 # peft 0.21 asks transformers 5.23 by the old name.
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 
-NEW = 4
-
 
 def recorded(work):
     """What a piece of work returns, and the warnings that it gave meanwhile, in whichever thread."""
@@ -254,19 +247,11 @@ def test_a_thread_with_the_context_sees_the_memory(asked):
     assert asked() == "none"
 
 
-def paged() -> dict:
-    """Greedy settings with a cache of a size for tests, not for servers."""
-    return {
-        "generation_config": GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0),
-        "continuous_batching_config": ContinuousBatchingConfig(page_size=16, num_blocks=8, max_batch_tokens=32),
-    }
-
-
 IN_THREADS = {
-    "generate_batch": lambda host, ids: host.generate_batch(ids.tolist(), **paged()),
-    "init_continuous_batching": lambda host, ids: host.init_continuous_batching(**paged()),
+    "generate_batch": lambda host, ids: host.generate_batch(ids.tolist(), **tiny.paged(4)),
+    "init_continuous_batching": lambda host, ids: host.init_continuous_batching(**tiny.paged(4)),
     "continuous_batching_context_manager": lambda host, ids: host.continuous_batching_context_manager(
-        **paged()
+        **tiny.paged(4)
     ).__enter__(),
 }
 
@@ -305,22 +290,17 @@ def test_a_text_goes_on_with_what_it_began_with_whatever_another_thread_begins(b
         own = [one.detach().clone() for one in edited]
         hook = model.host.register_forward_pre_hook(third, with_kwargs=True)
         try:
-            with model.condition(memory):
+            with hook, model.condition(memory):
                 return model.host.generate(ids, **answer)
         finally:
-            hook.remove()
             with torch.no_grad():
                 for one, before in zip(edited, own, strict=True):
                     one.copy_(before)
 
     def begin() -> None:
-        texts = []
         inside = contextvars.copy_context()
         work = functools.partial(model.host.generate, ids[:, :2], **(answer | {"num_beams": 3, "max_new_tokens": 2}))
-        thread = threading.Thread(target=lambda: texts.append(inside.run(work)))
-        thread.start()
-        thread.join(60)
-        assert len(texts) == 1
+        in_a_thread(lambda: inside.run(work))
 
     alone = written(lambda: None)
     assert torch.equal(written(begin), alone)

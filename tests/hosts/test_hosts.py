@@ -44,10 +44,6 @@ def inputs_of(host: PreTrainedModel) -> dict[str, torch.Tensor]:
     return {"input_ids": IDS} | ({"decoder_input_ids": IDS[:, :3]} if host.config.is_encoder_decoder else {})
 
 
-def memory(rows: int = 2) -> mmattn.Memory:
-    return mmattn.Memory(torch.randn(rows, 7, MEMORY_DIM, generator=torch.Generator().manual_seed(3)))
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("head", HEADS)
 def test_memory_reaches_every_head(head: str) -> None:
@@ -59,7 +55,7 @@ def test_memory_reaches_every_head(head: str) -> None:
     inputs = inputs_of(host)
     bare = host(**inputs)
     model = mmattn.attach(host, mmattn.GatedAdapter(memory_dim=MEMORY_DIM, layers=(1, 2)))
-    given = memory(6 if head == "choices" else 2)
+    given = tiny.memory(6 if head == "choices" else 2)
     fresh = model(**inputs, memory=given)
     assert type(fresh) is type(bare) and torch.equal(fresh[0], bare[0])
     seeing = tiny.open_gates(model)(**inputs, memory=given)
@@ -70,14 +66,14 @@ def test_a_multiple_choice_head_has_a_row_of_memory_for_each_choice() -> None:
     """Invariant 175."""
     model = mmattn.attach(host_of("choices"), mmattn.GatedAdapter(memory_dim=MEMORY_DIM))
     with pytest.raises(mmattn.errors.ShapeError, match="6 rows and the memory of adapter 'default' has 2"):
-        model(**inputs_of(model.host), memory=memory(2))
+        model(**inputs_of(model.host), memory=tiny.memory(2))
 
 
 @pytest.mark.parametrize("head", ["span", "choices"])
 def test_the_doctor_examines_every_head(head: str) -> None:
     """Invariant 175."""
     model = tiny.open_gates(mmattn.attach(host_of(head), mmattn.GatedAdapter(memory_dim=MEMORY_DIM)))
-    report = doctor(model, inputs_of(model.host) | {"memory": memory(6 if head == "choices" else 2)})
+    report = doctor(model, inputs_of(model.host) | {"memory": tiny.memory(6 if head == "choices" else 2)})
     assert report.ok, report
 
 
@@ -93,9 +89,9 @@ def test_hosts_whose_config_says_return_dict_false(head: str) -> None:
     bare = host(IDS)
     assert isinstance(bare, tuple)
     model = mmattn.attach(host, mmattn.GatedAdapter(memory_dim=MEMORY_DIM, layers=(1, 2)))
-    fresh = model(input_ids=IDS, memory=memory())
+    fresh = model(input_ids=IDS, memory=tiny.memory(2))
     assert isinstance(fresh, tuple) and torch.equal(fresh[0], bare[0])
-    assert not torch.equal(tiny.open_gates(model)(input_ids=IDS, memory=memory())[0], bare[0])
+    assert not torch.equal(tiny.open_gates(model)(input_ids=IDS, memory=tiny.memory(2))[0], bare[0])
 
 
 def test_a_language_model_whose_config_says_return_dict_false() -> None:
@@ -106,10 +102,10 @@ def test_a_language_model_whose_config_says_return_dict_false() -> None:
     settings = tiny_config("bert", writes=True)
     settings.return_dict = False
     host = transformers.AutoModelForCausalLM.from_config(settings).eval()
-    batch = collate([[5, 9, 3], [4, 6, 8]], memory())
+    batch = collate([[5, 9, 3], [4, 6, 8]], tiny.memory(2))
     for config in (mmattn.GatedAdapter(memory_dim=MEMORY_DIM), mmattn.adapters.InsertedAdapter(memory_dim=MEMORY_DIM)):
         model = mmattn.attach(host, config)
-        assert isinstance(model(IDS, memory=memory()), tuple)
+        assert isinstance(model(IDS, memory=tiny.memory(2)), tuple)
         assert torch.isfinite(mmattn.training.mean_nats(model, batch))
         model.unload()
 
@@ -121,7 +117,7 @@ def test_logits_that_are_not_finite_are_refused_in_tuples_too() -> None:
         model.host.lm_head.weight.fill_(torch.inf)
         for by_name in (True, False):
             with pytest.raises(NonFiniteError, match="row 0, 1"):
-                model(IDS, memory=memory(), return_dict=by_name)
+                model(IDS, memory=tiny.memory(2), return_dict=by_name)
 
 
 # Hosts that already see: a further memory for their text part, beside pictures of their own

@@ -197,6 +197,10 @@ def test_forward_shows_the_signature_of_the_host():
         ids, memory = tiny.text(ROWS), tiny.memory(ROWS)
         want = model(input_ids=ids, attention_mask=torch.ones_like(ids), memory=memory).logits
         assert torch.equal(model(ids, *([None] if "gpt2" in type(host).__module__ else []), memory=memory).logits, want)
+        if host is hosts[1]:  # arguments by place are those of the host, in its order
+            given = ids, torch.ones_like(ids), torch.arange(7).expand(ROWS, -1) + 3
+            named = dict(zip(("input_ids", "attention_mask", "position_ids"), given, strict=True))
+            assert torch.equal(model(*given, memory=memory).logits, model(**named, memory=memory).logits)
         assert isinstance(model, mmattn.hosts.AdaptedCausalLM) and isinstance(copy.deepcopy(model), type(model))
         model.unload()
     unet = tiny_unets.attach(tiny_unets.make())
@@ -212,16 +216,6 @@ def test_a_copy_under_autocast_calls_itself(monkeypatch):
     twin.host.register_forward_pre_hook(lambda *_: calls.append(twin))
     twin(tiny.text(2))
     assert len(calls) == 1
-
-
-def test_positions_by_their_place():
-    """Invariant 124: arguments by place are those of the host, in its order."""
-    host, ids, memory = tiny.make("llama"), tiny.text(ROWS), tiny.memory(ROWS)
-    model = tiny.attach(host)
-    positions = torch.arange(7).expand(ROWS, -1) + 3
-    with torch.no_grad():
-        want = model(ids, attention_mask=torch.ones_like(ids), position_ids=positions, memory=memory).logits
-        assert torch.equal(model(ids, torch.ones_like(ids), positions, memory=memory).logits, want)
 
 
 @pytest.mark.filterwarnings("ignore")  # of transformers' Trainer
@@ -364,9 +358,6 @@ def test_what_needs_a_memory_is_not_dropped_without_one():
     for option in ("path", "require_memroy", "adapter_scale"):
         with pytest.raises((MmattnError, TypeError), match=option):
             mmattn.attach(tiny_unets.make(), tiny_unets.adapter(), **{option: "model.layers"})
-
-
-# peft 0.21 asks transformers 5.23 by the old name.
 
 
 def t5() -> nn.Module:

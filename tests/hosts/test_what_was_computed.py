@@ -179,12 +179,8 @@ def test_files_follow_writes_that_torch_does_not_count(name: str, change: Change
 def _reading(host: Any) -> Iterator[list[int]]:
     """A list of the lengths of what the first layer of a host reads."""
     lengths: list[int] = []
-    layer = host.model.layers[0]
-    hook = layer.register_forward_pre_hook(lambda _, args: lengths.append(args[0].shape[1]))
-    try:
+    with host.model.layers[0].register_forward_pre_hook(lambda _, args: lengths.append(args[0].shape[1])):
         yield lengths
-    finally:
-        hook.remove()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

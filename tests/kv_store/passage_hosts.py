@@ -15,10 +15,10 @@ PASSAGES = ((5, 9, 40, 33, 12, 77, 8), (60, 61, 3, 9, 18, 24, 90, 91, 7, 5, 44),
 TEXT = (80, 14, 15, 99, 6, 71, 35, 52, 20, 11, 88, 64, 13)
 
 
-def reader(family: str, **changes: Any) -> tuple[Any, mmattn.hosts.PassageCache]:
-    """A tiny host with a passage adapter, which has read the passages."""
+def reader(family: str, prefix: Sequence[int] = (), **changes: Any) -> tuple[Any, mmattn.hosts.PassageCache]:
+    """A tiny host with a passage adapter, which has read the passages, after a prefix if there is one."""
     model = mmattn.attach(tiny.make(family, **changes), mmattn.adapters.PassageAdapter())
-    passages = mmattn.hosts.PassageCache(model)
+    passages = mmattn.hosts.PassageCache(model, prefix=prefix)
     assert passages.add(PASSAGES, progress=False) == [0, 1, 2]
     return model, passages
 

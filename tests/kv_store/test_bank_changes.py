@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -131,29 +132,27 @@ def test_a_rejected_call_changes_nothing(model):
 
 def test_requests_that_do_not_fit(model):
     bank, rows = model.bank(entries()), torch.tensor([[3, 4], [5, 6]])
-    with pytest.raises(IndexError, match=rf"request 1 asks for row {ENTRIES}, .* {ENTRIES} rows"):
-        bank.gather(torch.tensor([[3, 4], [ENTRIES, 6]]))
-    with pytest.raises(IndexError, match="mask=rows >= 0"):
-        bank.gather(torch.tensor([[3, 4], [5, -1]]))
-    for wrong in (rows.float(), rows[0], rows > 3, rows.tolist()):
-        with pytest.raises(ShapeError, match=r"int tensor \(b, n\)"):
-            bank.gather(wrong)
-    with pytest.raises(MaskError, match="bool"):
-        bank.gather(rows, mask=torch.ones(2, 2))
-    with pytest.raises(ShapeError, match="mask must be"):
-        bank.gather(rows, mask=rows[:, :1] > 0)
-    with pytest.raises(ShapeError, match="scores must be"):
-        bank.gather(rows, scores=torch.ones(2, 3))
-    with pytest.raises(ShapeError, match="floating point"):
-        bank.gather(rows, scores=rows)
-    with pytest.raises(NonFiniteError, match="scores at row 1"):
-        bank.gather(rows, scores=torch.tensor([[1.0, 2], [3, torch.nan]]))
-    with pytest.raises(ShapeError, match="one entry per hit"):
-        bank.gather(rows, sources=[["a", "b"], ["c"]])
-    with pytest.raises(ShapeError, match="no scores"):
-        tiny.attach(tiny.make("llama"), score_bias=True).bank(entries()).gather(rows)
-    with pytest.raises(ShapeError, match="rows"):
-        model(tiny.text(ROWS, LENGTH), memory=bank.gather(rows))
+    scored = tiny.attach(tiny.make("llama"), score_bias=True).bank(entries())
+    beyond, absent = torch.tensor([[3, 4], [ENTRIES, 6]]), torch.tensor([[3, 4], [5, -1]])
+    spoilt = torch.tensor([[1.0, 2], [3, torch.nan]])
+    for gather, error, words in (
+        (lambda: bank.gather(beyond), IndexError, rf"request 1 asks for row {ENTRIES}, .* {ENTRIES} rows"),
+        (lambda: bank.gather(absent), IndexError, "mask=rows >= 0"),
+        *(
+            (lambda wrong=wrong: bank.gather(wrong), ShapeError, r"int tensor \(b, n\)")
+            for wrong in (rows.float(), rows[0], rows > 3, rows.tolist())
+        ),
+        (lambda: bank.gather(rows, mask=torch.ones(2, 2)), MaskError, "bool"),
+        (lambda: bank.gather(rows, mask=rows[:, :1] > 0), ShapeError, "mask must be"),
+        (lambda: bank.gather(rows, scores=torch.ones(2, 3)), ShapeError, "scores must be"),
+        (lambda: bank.gather(rows, scores=rows), ShapeError, "floating point"),
+        (lambda: bank.gather(rows, scores=spoilt), NonFiniteError, "scores at row 1"),
+        (lambda: bank.gather(rows, sources=[["a", "b"], ["c"]]), ShapeError, "one entry per hit"),
+        (lambda: scored.gather(rows), ShapeError, "no scores"),
+        (lambda: model(tiny.text(ROWS, LENGTH), memory=bank.gather(rows)), ShapeError, "rows"),
+    ):
+        with pytest.raises(error, match=words):
+            gather()
 
 
 def test_what_cannot_be_a_bank(model):
@@ -250,15 +249,15 @@ def test_threads_see_whole_entries(model):
                 wrong.append(sign)
 
     def write():
-        for turn in range(40):
-            bank.update(range(n), versions[(turn + 1) % 2])
-            bank.remove(bank.add(versions[0][:3]))
-        done.set()
+        try:
+            for turn in range(40):
+                bank.update(range(n), versions[(turn + 1) % 2])
+                bank.remove(bank.add(versions[0][:3]))
+        finally:
+            done.set()
 
-    threads = [threading.Thread(target=read) for _ in range(3)] + [threading.Thread(target=write)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
+    with ThreadPoolExecutor(4) as pool:
+        for thread in [pool.submit(work) for work in (read, read, read, write)]:
+            thread.result(120)
     assert not wrong and seen == {1, -1}
     assert len(bank) == n + 120

@@ -55,17 +55,6 @@ def test_keys_are_turned(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert distance(answer(model, text(), memory=passages.select([[2, 0]])), wanted) > 100 * CLOSE
 
 
-def test_alibi_and_chunks_are_refused() -> None:
-    """Invariant 105: positions that cannot be moved are refused, whatever a short text would show."""
-    host = tiny.make("falcon", alibi=True)
-    with pytest.raises(mmattn.errors.AttachError, match="Falcon"):
-        mmattn.attach(host, mmattn.adapters.PassageAdapter())
-    host = tiny.make("llama")
-    host.config.layer_types = ["chunked_attention"] * tiny.LAYERS
-    with pytest.raises(mmattn.errors.AttachError, match="within chunks"):
-        mmattn.attach(host, mmattn.adapters.PassageAdapter())
-
-
 LONGROPE = {"short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 3.0, 4.0], "factor": 4.0}
 BY_LENGTH = {
     "dynamic": {"rope_type": "dynamic", "factor": 4.0},
@@ -155,18 +144,10 @@ def test_rope_scaling() -> None:
 PREFIX = (30, 31, 4, 66)
 
 
-def prefixed(family: str) -> tuple[Any, mmattn.hosts.PassageCache]:
-    """A tiny host that has read the passages after a prefix."""
-    model = mmattn.attach(tiny.make(family), mmattn.adapters.PassageAdapter())
-    passages = mmattn.hosts.PassageCache(model, prefix=PREFIX)
-    passages.add(PASSAGES, progress=False)
-    return model, passages
-
-
 @pytest.mark.parametrize("family", READING)
 def test_a_prefix_stands_before_the_passages(family: str) -> None:
     """Invariant 103: prefix, one passage and text are what they are in the prompt, and so are prefix and text."""
-    model, passages = prefixed(family)
+    model, passages = reader(family, PREFIX)
     host = tiny.make(family)
     for row in ([0], [1], []):
         before = [*PREFIX, *(token for number in row for token in PASSAGES[number])]
@@ -176,7 +157,7 @@ def test_a_prefix_stands_before_the_passages(family: str) -> None:
 
 def test_passages_see_the_prefix_and_not_each_other() -> None:
     """Invariant 103: several passages in a row are one call of the host in which each sees the prefix and itself."""
-    model, passages = prefixed("gpt2")
+    model, passages = reader("gpt2", PREFIX)
     parts = [PREFIX, PASSAGES[2], PASSAGES[0], TEXT]
     ids = torch.tensor([[token for part in parts for token in part]])
     starts = [0, len(PREFIX), len(PREFIX), len(PREFIX) + max(map(len, parts[1:3]))]
@@ -191,7 +172,7 @@ def test_passages_see_the_prefix_and_not_each_other() -> None:
 
 def test_a_prefix_is_saved_and_stays_when_tokens_are_read_again(tmp_path: Path) -> None:
     """A file has the prefix; passages whose tokens are all read again after it are the prompt."""
-    model, passages = prefixed("llama")
+    model, passages = reader("llama", PREFIX)
     passages.save(tmp_path / "passages.safetensors")
     loaded = mmattn.hosts.PassageCache.load(model, tmp_path / "passages.safetensors", mapped=True)
     assert loaded.prefix == PREFIX and len(loaded) == 3

@@ -64,20 +64,17 @@ def test_mask_of_another_shape(shape):
 
 
 def test_other_bad_input():
-    with pytest.raises(ShapeError, match=r"tokens\[None\]"):
-        Memory(TOKENS[0])
-    with pytest.raises(ShapeError, match="list"):
-        Memory(TOKENS.tolist())  # type: ignore[arg-type]
-    with pytest.raises(ShapeError, match="embed them"):
-        Memory(torch.ones(B, M, E, dtype=torch.long))
-    with pytest.raises(MaskError, match="integers"):
-        Memory(TOKENS, segments=torch.zeros(B, M))
-    with pytest.raises(ShapeError, match=r"scores must be \(b, m\) = \(3, 5\)"):
-        Memory(TOKENS, scores=torch.zeros(M, B))
-    with pytest.raises(ShapeError, match="scores must be floating"):
-        Memory(TOKENS, scores=torch.zeros(B, M, dtype=torch.long))
-    with pytest.raises(ShapeError, match=r"rows of \[5, 5, 4\]"):
-        Memory(TOKENS, sources=[[0] * 5, [0] * 5, [0] * 4])
+    for make, error, words in (
+        (lambda: Memory(TOKENS[0]), ShapeError, r"tokens\[None\]"),
+        (lambda: Memory(TOKENS.tolist()), ShapeError, "list"),
+        (lambda: Memory(torch.ones(B, M, E, dtype=torch.long)), ShapeError, "embed them"),
+        (lambda: Memory(TOKENS, segments=torch.zeros(B, M)), MaskError, "integers"),
+        (lambda: Memory(TOKENS, scores=torch.zeros(M, B)), ShapeError, r"scores must be \(b, m\) = \(3, 5\)"),
+        (lambda: Memory(TOKENS, scores=torch.zeros(B, M, dtype=torch.long)), ShapeError, "scores must be floating"),
+        (lambda: Memory(TOKENS, sources=[[0] * 5, [0] * 5, [0] * 4]), ShapeError, r"rows of \[5, 5, 4\]"),
+    ):
+        with pytest.raises(error, match=words):
+            make()
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -107,24 +107,23 @@ def test_nothing_of_the_shared_part_is_copied() -> None:
 
 def test_parts_that_are_refused() -> None:
     shared, own, _ = memories()
-    with pytest.raises(ShapeError, match="the shared part has one row, got 3"):
-        SharedMemory(own, own)
-    model = tiny.attach(tiny.make("llama"))
-    with pytest.raises(ShapeError, match="the text has 4 rows and the memory of adapter 'default' has 3"):
-        model(tiny.text(4), memory=SharedMemory(shared, own))
-    with pytest.raises(ShapeError, match="memory_dim=13"):
-        model(tiny.text(3), memory=SharedMemory(torch.randn(1, 3, 5), own))
-    with pytest.raises(ConditionError, match=r"Memory.cat\(\[shared, own\]\)"):
-        model.generate_batch([[3, 4]], memory=[SharedMemory(shared, own[:1])])
-    model = tiny.attach(tiny.make("llama"), resampler={"num_latents": 3})
-    with pytest.raises(ConditionError, match="its resampler mixes all slots"):
-        model(tiny.text(3), memory=SharedMemory(shared, own))
-    model = tiny.attach(tiny.make("llama"), visible_segments="latest", media_token=5)
+    plain, read = tiny.attach(tiny.make("llama")), tiny.attach(tiny.make("llama"), resampler={"num_latents": 3})
+    latest = tiny.attach(tiny.make("llama"), visible_segments="latest", media_token=5)
     pair = [
         mmattn.Memory(one.tokens, segments=torch.zeros(one.tokens.shape[:2], dtype=torch.long)) for one in (shared, own)
     ]
-    with pytest.raises(ConditionError, match="see some segments only"):
-        model(tiny.text(3), memory=SharedMemory(*pair))
+    both, narrow = SharedMemory(shared, own), SharedMemory(torch.randn(1, 3, 5), own)
+    of_a_row = [SharedMemory(shared, own[:1])]
+    for call, error, words in (
+        (lambda: SharedMemory(own, own), ShapeError, "the shared part has one row, got 3"),
+        (lambda: plain(tiny.text(4), memory=both), ShapeError, "4 rows and the memory of adapter 'default' has 3"),
+        (lambda: plain(tiny.text(3), memory=narrow), ShapeError, "memory_dim=13"),
+        (lambda: plain.generate_batch([[3, 4]], memory=of_a_row), ConditionError, r"Memory.cat\(\[shared, own\]\)"),
+        (lambda: read(tiny.text(3), memory=both), ConditionError, "its resampler mixes all slots"),
+        (lambda: latest(tiny.text(3), memory=SharedMemory(*pair)), ConditionError, "see some segments only"),
+    ):
+        with pytest.raises(error, match=words):
+            call()
 
 
 @pytest.mark.slow
@@ -265,61 +264,46 @@ def test_nothing_has_arrived_yet() -> None:
 def test_a_thread_that_appends() -> None:
     model, slots = tiny.attach(tiny.make("llama")), frames(400)
     stream = mmattn.MemoryStream(E, window=16, rows=2)
-    errors: list[Exception] = []
 
+    @torch.no_grad()
     def read() -> None:
-        try:
-            with torch.no_grad():
-                for _ in range(60):
-                    assert model(tiny.text(2, length=1), memory=stream).logits.isfinite().all()
-        except Exception as error:
-            errors.append(error)
+        for _ in range(60):
+            assert model(tiny.text(2, length=1), memory=stream).logits.isfinite().all()
 
-    threads = [threading.Thread(target=read) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for number in range(400):
-        stream.append(slots[:, number : number + 1])
-    for thread in threads:
-        thread.join()
-    assert not errors
+    with ThreadPoolExecutor(2) as pool:
+        reading = [pool.submit(read) for _ in range(2)]
+        for number in range(400):
+            stream.append(slots[:, number : number + 1])
+        for one in reading:
+            one.result()
     last = model(tiny.text(2, length=1), memory=slots[:, -16:]).logits
     tiny.assert_close(model(tiny.text(2, length=1), memory=stream).logits, last, 1e-6)
 
 
 def test_what_is_refused() -> None:
-    model, ids, slots = tiny.attach(tiny.make("llama")), tiny.text(2), frames(5)
-    stream = mmattn.MemoryStream(E, rows=2)
-    with pytest.raises(ShapeError, match=r"b = 2 and e = 13, got \(1, 5, 13\)"):
-        stream.append(slots[:1])
-    with pytest.raises(ShapeError, match="without padding"):
-        stream.append(mmattn.Memory(slots, torch.zeros(2, 5, dtype=torch.bool)))
-    with pytest.raises(NonFiniteError):
-        stream.append(slots * float("nan"))
-    with pytest.raises(ConditionError, match=r"arrived=counts"):
-        stream.append(slots.clone().requires_grad_())
+    plain, ids, slots = tiny.attach(tiny.make("llama")), tiny.text(2), frames(5)
+    read = tiny.attach(tiny.make("llama"), resampler={"num_latents": 3})
+    scored = tiny.attach(tiny.make("llama"), score_bias=True)
+    stream, narrow, ones = mmattn.MemoryStream(E, rows=2), mmattn.MemoryStream(5, rows=2), torch.ones(2, 7).long()
+    hidden = mmattn.Memory(slots, torch.zeros(2, 5, dtype=torch.bool))
+    one_by_one = "does not read its slots one by one"
+    for call, error, words in (
+        (lambda: stream.append(slots[:1]), ShapeError, r"b = 2 and e = 13, got \(1, 5, 13\)"),
+        (lambda: stream.append(hidden), ShapeError, "without padding"),
+        (lambda: stream.append(slots * float("nan")), NonFiniteError, "row 0"),
+        (lambda: stream.append(slots.clone().requires_grad_()), ConditionError, "arrived=counts"),
+        (lambda: plain(tiny.text(3), memory=stream), ShapeError, "the text has 3 rows"),
+        (lambda: plain(ids, memory=narrow), ShapeError, "memory_dim=13"),
+        (lambda: plain.prepare(stream), ConditionError, "belongs to one call"),
+        (lambda: plain(ids, memory=slots, window=3), ConditionError, "give arrived="),
+        (lambda: plain(ids, arrived=ones), ConditionError, "without memory="),
+        (lambda: plain(ids, memory=slots, arrived=ones[[0, 0, 1]]), ShapeError, r"arrived must be \(b, l\) with b = 2"),
+        (lambda: plain(ids, memory=slots, arrived=torch.ones(2, 7)), MaskError, "must hold integers"),
+        (lambda: plain(ids, memory=stream, arrived=ones), ConditionError, one_by_one),
+        (lambda: read(ids, memory=stream), ConditionError, "its resampler mixes all slots"),
+        (lambda: read(ids, memory=slots, arrived=ones), ConditionError, one_by_one),
+        (lambda: scored(ids, memory=stream), ShapeError, "has no scores"),
+    ):
+        with pytest.raises(error, match=words):
+            call()
     assert stream.arrived == 0
-    with pytest.raises(ShapeError, match="the text has 3 rows"):
-        model(tiny.text(3), memory=stream)
-    with pytest.raises(ShapeError, match="memory_dim=13"):
-        model(ids, memory=mmattn.MemoryStream(5, rows=2))
-    with pytest.raises(ConditionError, match="belongs to one call"):
-        model.prepare(stream)
-    with pytest.raises(ConditionError, match="give arrived="):
-        model(ids, memory=slots, window=3)
-    with pytest.raises(ConditionError, match="without memory="):
-        model(ids, arrived=torch.ones(2, 7, dtype=torch.long))
-    with pytest.raises(ShapeError, match=r"arrived must be \(b, l\) with b = 2"):
-        model(ids, memory=slots, arrived=torch.ones(3, 7, dtype=torch.long))
-    with pytest.raises(MaskError, match="must hold integers"):
-        model(ids, memory=slots, arrived=torch.ones(2, 7))
-    with pytest.raises(ConditionError, match="does not read its slots one by one"):
-        model(ids, memory=stream, arrived=torch.ones(2, 7, dtype=torch.long))
-    model = tiny.attach(tiny.make("llama"), resampler={"num_latents": 3})
-    with pytest.raises(ConditionError, match="its resampler mixes all slots"):
-        model(ids, memory=stream)
-    with pytest.raises(ConditionError, match="does not read its slots one by one"):
-        model(ids, memory=slots, arrived=torch.ones(2, 7, dtype=torch.long))
-    model = tiny.attach(tiny.make("llama"), score_bias=True)
-    with pytest.raises(ShapeError, match="has no scores"):
-        model(ids, memory=stream)

@@ -18,6 +18,7 @@ from mmattn.errors import AdapterFileError, ConfigError, MissingExtraError
 from mmattn.models import CATALOGUE, Pretrained, fetch, resolve
 from mmattn.models.cache import sha256
 from mmattn.models.convert import convert_efficientnet
+from tests import tiny
 
 TOY = Pretrained(
     title="Toy",
@@ -186,10 +187,7 @@ def test_efficientnet_keeps_its_values_and_draws_no_random_numbers(tmp_path: Pat
     tensors = timm.create_model("tf_efficientnet_lite0").state_dict()
     torch.save({f"other.{name}": tensor for name, tensor in tensors.items()}, tmp_path / "network.pth")
     state = torch.get_rng_state()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
+    with tiny.default_dtype(torch.bfloat16):
         convert_efficientnet([tmp_path / "network.pth"], tmp_path / "folder")
-    finally:
-        torch.set_default_dtype(torch.float32)
     assert torch.equal(torch.get_rng_state(), state)
     torch.testing.assert_close(load_file(tmp_path / "folder/model.safetensors"), dict(tensors), rtol=0, atol=0)

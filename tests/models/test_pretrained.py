@@ -168,7 +168,7 @@ def test_whisper_writes_what_ctranslate2_writes(tmp_path: Path) -> None:
         features = processor(sound.numpy(), sampling_rate=16000, return_tensors="pt").input_features
         ids = model.generate(features, language="en", return_timestamps=False)
         assert processor.batch_decode(ids, skip_special_tokens=True) == [f" {transcript}"], text
-    memory = AudioEncoder("whisper-base")(sound, sampling_rate=16000)
+    memory = AudioEncoder("whisper-base")(sound)
     with torch.no_grad():
         states = model.model.encoder(features).last_hidden_state
     torch.testing.assert_close(memory.tokens, states[:, : memory.length], atol=1e-3, rtol=1e-3)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -12,15 +12,17 @@ from mmattn.recipes import find_recipe, load_recipe
 from tests.recipes import runs
 
 
-@pytest.fixture(scope="session")
-def load_files() -> Callable[..., SimpleNamespace]:
-    """A function from a recipe's name and those of its files to these files."""
+class Files(SimpleNamespace):
+    """The files of a recipe, each loaded when it is asked for."""
 
-    def load(recipe: str, *names: str) -> SimpleNamespace:
-        folder = find_recipe(recipe).folder
-        return SimpleNamespace(**{name: load_recipe(folder, name) for name in names})
+    def __getattr__(self, name: str) -> ModuleType:
+        return load_recipe(self.folder, name)
 
-    return load
+
+@pytest.fixture(scope="module")
+def recipe(request: pytest.FixtureRequest) -> SimpleNamespace:
+    """The files of the recipe that the module of tests names."""
+    return Files(folder=find_recipe(request.module.RECIPE).folder)
 
 
 @pytest.fixture(scope="session")
@@ -47,3 +49,9 @@ def finished(run_folder: Path) -> Callable[[str], Path]:
         return folders[name]
 
     return folder_of
+
+
+@pytest.fixture(scope="module")
+def run(request: pytest.FixtureRequest, finished: Callable[[str], Path]) -> Path:
+    """A finished run of a few steps of the recipe that the module of tests names."""
+    return finished(request.module.RECIPE)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -18,11 +17,7 @@ from mmattn.pipelines import load_language_model
 from tests.recipes.runs import LM, settings_of
 from tests.tiny_texts import tiny_tokenizer
 
-
-@pytest.fixture(scope="module")
-def recipe(load_files: Callable[..., SimpleNamespace]) -> SimpleNamespace:
-    """The files of the recipe."""
-    return load_files("compose", "settings", "data", "readers", "train")
+RECIPE = "compose"
 
 
 def make_world(recipe: SimpleNamespace, key_models: int = 1) -> Any:
@@ -33,12 +28,6 @@ def make_world(recipe: SimpleNamespace, key_models: int = 1) -> Any:
 @pytest.fixture
 def world(recipe: SimpleNamespace) -> Any:
     return make_world(recipe)
-
-
-@pytest.fixture(scope="module")
-def run(finished: Callable[[str], Path]) -> Path:
-    """A finished run of a few steps."""
-    return finished("compose")
 
 
 def test_prompts_and_answers(recipe: SimpleNamespace) -> None:

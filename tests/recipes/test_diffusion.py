@@ -19,28 +19,18 @@ from mmattn import inspect
 from mmattn.encoders.style import InkProcessor
 from mmattn.errors import ConfigError
 from mmattn.pipelines import load_diffusion_host
+from mmattn.recipes import find_recipe, load_recipe
 from tests import tiny, tiny_pipeline
 from tests.recipes.runs import DIFFUSION
 
+RECIPE = "diffusion"
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(scope="module")
-def recipe(load_files: Callable[..., SimpleNamespace]) -> SimpleNamespace:
-    """The files of the recipe."""
-    return load_files("diffusion", "data", "settings", "measure", "models", "pictures", "train_style", "train")
 
 
 @pytest.fixture(scope="module")
 def data(recipe: SimpleNamespace) -> Any:
     """Training digits, held-out digits, and the scale of their measures."""
     return recipe.data.load_data()
-
-
-@pytest.fixture(scope="module")
-def base(finished: Callable[[str], Path]) -> Path:
-    """The folder of a stage A of three steps."""
-    return finished("diffusion")
 
 
 @pytest.fixture(scope="module")
@@ -143,13 +133,13 @@ def test_the_control_has_as_many_parameters(recipe: SimpleNamespace, parameters:
 
 
 @pytest.mark.slow
-def test_stage_a_with_a_unet(base: Path) -> None:
+def test_stage_a_with_a_unet(run: Path) -> None:
     files = {"config.resolved.yaml", "metrics.jsonl", "loss.png", "table.json", "table.md", "samples.png"}
-    assert files | {"words.png"} <= {path.name for path in base.iterdir()}
-    for trace in inspect.load_traces(base):
+    assert files | {"words.png"} <= {path.name for path in run.iterdir()}
+    for trace in inspect.load_traces(run):
         assert (trace.words[0], trace.words[-1], trace.queries) == ("[begin]", "[end]", "sources")
         assert torch.allclose(trace.weights.sum(2), torch.ones(()), atol=1e-4), "attention sums to 1"
-    prompts = load_diffusion_host(base).prompts
+    prompts = load_diffusion_host(run).prompts
     text, mask = prompts(["a seven", "a thick seven slanted left"])
     assert text.shape[:2] == mask.shape and mask.sum(1).tolist() == [4, 7]
     _, mask = prompts(["a seven", None])
@@ -209,7 +199,7 @@ def test_a_masked_example_changes_nothing_in_the_control(recipe: SimpleNamespace
 def test_stage_b_and_drawing(
     recipe: SimpleNamespace, kind: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    stage_a, out = request.getfixturevalue({"unet": "base"}.get(kind, kind)), tmp_path / "style"
+    stage_a, out = request.getfixturevalue({"unet": "run"}.get(kind, kind)), tmp_path / "style"
     before = {path.name: path.read_bytes() for path in (stage_a / kind).iterdir()}
     recipe.train.main({**DIFFUSION, "progress": False, "stage": "style", "unet": str(stage_a), "out": str(out)})
     assert {path.name: path.read_bytes() for path in (stage_a / kind).iterdir()} == before
@@ -231,8 +221,8 @@ def test_stage_b_and_drawing(
 
 
 @pytest.mark.slow
-def test_finetune_refuses_a_transformer(load_files: Callable[..., SimpleNamespace], transformer: Path) -> None:
-    painting = load_files("finetune", "painting").painting
+def test_finetune_refuses_a_transformer(transformer: Path) -> None:
+    painting = load_recipe(find_recipe("finetune").folder, "painting")
     with pytest.raises(ConfigError, match="SD3Transformer2DModel.*name a UNet"):
         painting.Painting(SimpleNamespace(unet=str(transformer)), SimpleNamespace(device="cpu"))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,14 +24,9 @@ from mmattn.training.lora import load_lora
 from tests.cli.running import call
 from tests.recipes.runs import settings_of
 
+RECIPE = "finetune"
 ROOT = Path(__file__).parents[2]
 FLORA = ROOT / "assets" / "flora"
-
-
-@pytest.fixture(scope="module")
-def recipe(load_files: Callable[..., SimpleNamespace]) -> SimpleNamespace:
-    """The files of the recipe."""
-    return load_files("finetune", "settings", "data", "language", "train", "report")
 
 
 def short(folder: Path, **changes: Any) -> dict[str, Any]:
@@ -48,12 +42,6 @@ def tiny_lm(recipe: SimpleNamespace, **changes: Any) -> tuple[Any, Any]:
     """Settings with the shipped language model, and their arguments."""
     settings = recipe.settings.Config(lm="assets/lm", device="cpu", **changes)
     return settings, settings.arguments()
-
-
-@pytest.fixture(scope="module")
-def run(finished: Callable[[str], Path]) -> Path:
-    """A finished run of a few steps."""
-    return finished("finetune")
 
 
 @pytest.mark.slow

@@ -13,15 +13,10 @@ import psutil
 import pytest
 
 from tests.cli.running import call
+from tests.training.small_run import losses
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes" / "finetune"
-
-
-def losses(folder: Path) -> list[float]:
-    """Of each step of a run."""
-    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [line["loss"] for line in lines if "loss" in line]
 
 
 def four_steps(out: Path, *settings: str) -> list[str]:

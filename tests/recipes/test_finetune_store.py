@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,13 +18,8 @@ from mmattn.errors import ConfigError
 from tests.cli.running import call
 from tests.recipes.test_finetune import FLORA, ROOT, short
 
+RECIPE = "finetune"
 CLIP = str(ROOT / "assets" / "clip")
-
-
-@pytest.fixture(scope="module")
-def recipe(load_files: Callable[..., SimpleNamespace]) -> SimpleNamespace:
-    """The files of the recipe."""
-    return load_files("finetune", "settings", "data", "train")
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,11 +15,7 @@ from mmattn import training
 from tests.models.test_pretrained import need
 from tests.recipes.runs import settings_of
 
-
-@pytest.fixture(scope="module")
-def recipe(load_files: Callable[..., SimpleNamespace]) -> SimpleNamespace:
-    """The files of the recipe."""
-    return load_files("finetune", "data", "drawings", "probe", "report", "train")
+RECIPE = "finetune"
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -24,15 +24,7 @@ from mmattn.encoders import LogMelEncoder
 from mmattn.errors import ConfigError
 from tests.recipes.runs import SENSOR, SMALL, STEPS, standing_in
 
-FILES = (
-    "settings", "voices", "data", "recogniser", "whisper", "series", "train_speech", "train_series", "train",
-)  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def recipe(load_files: Callable[..., SimpleNamespace]) -> SimpleNamespace:
-    """The files of the recipe."""
-    return load_files("listen", *FILES)
+RECIPE = "listen"
 
 
 @pytest.fixture
@@ -117,22 +109,16 @@ def test_a_stream_can_be_told_from_that_of_another_utterance(recipe: SimpleNames
     assert torch.allclose(memory.tokens[:4, :, :12], (vectors / vectors.std())[clips.spoken[:4]], atol=0.2)
 
 
-@pytest.fixture(scope="module")
-def spoken_run(finished: Callable[[str], Path]) -> Path:
-    """The folder of a run over speech that takes seconds."""
-    return finished("listen")
-
-
 @pytest.mark.slow
-def test_the_saved_recogniser_loads_with_both_memories(recipe: SimpleNamespace, spoken_run: Path) -> None:
+def test_the_saved_recogniser_loads_with_both_memories(recipe: SimpleNamespace, run: Path) -> None:
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
 
-    ear = load_file(spoken_run / "recogniser" / "ear.safetensors")
+    ear = load_file(run / "recogniser" / "ear.safetensors")
     assert ear["places"].shape == (63, 16)
-    host = AutoModelForCausalLM.from_pretrained(spoken_run / "recogniser")
-    model = mmattn.load(host, spoken_run / "recogniser" / "audio", "audio")
-    model = mmattn.load(model, spoken_run / "adapter", "sensor")
+    host = AutoModelForCausalLM.from_pretrained(run / "recogniser")
+    model = mmattn.load(host, run / "recogniser" / "audio", "audio")
+    model = mmattn.load(model, run / "adapter", "sensor")
     memory = {"audio": mmattn.Memory(torch.randn(3, 63, 16)), "sensor": mmattn.Memory(torch.randn(3, 63, 2 * 16 + 2))}
     with torch.no_grad():
         logits = model(torch.full((3, 1), recipe.data.START), memory=memory).logits

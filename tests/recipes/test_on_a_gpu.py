@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,7 +25,7 @@ import mmattn
 from mmattn.adapters.base import build_layers
 from mmattn.adapters.protocols import Site
 from mmattn.pipelines import load_diffusion_host
-from mmattn.recipes import read_settings
+from mmattn.recipes import load_recipe, read_settings
 from tests import tiny_unets
 from tests.pages import BLOCK
 from tests.tiny_pipeline import make_tokenizer, make_vae, make_xl_pipeline, text_config
@@ -141,33 +139,31 @@ def save_qwen(folder: Path) -> str:
     return str(folder)
 
 
-def train(load_files: Callable[..., SimpleNamespace], folder: Path, config: str, *changes: str) -> Path:
+def train(folder: Path, config: str, *changes: str) -> Path:
     """Run a configuration of the page on other models, in a few steps."""
     short = ["optim.max_steps=2", "optim.dataloader_num_workers=0", "optim.per_device_train_batch_size=3"]
     more = [f"out={folder / 'run'}", f"data.cache={folder / 'cache'}", "device=cpu", "eval.eval_steps=2"]
     settings = read_settings(FINETUNE / config, [*short, *more, *changes])
     del settings["recipe"]
-    load_files("finetune", "train").train.main(settings)
+    load_recipe(FINETUNE, "train").main(settings)
     return folder / "run"
 
 
 @pytest.mark.slow
-def test_pictures_for_qwen(
-    load_files: Callable[..., SimpleNamespace], siglip: str, pictures: Path, tmp_path: Path
-) -> None:
+def test_pictures_for_qwen(siglip: str, pictures: Path, tmp_path: Path) -> None:
     lm = save_qwen(tmp_path / "lm")
     given = (f"lm={lm}", f"encoder={siglip}", f"data.path={pictures}")
-    run = train(load_files, tmp_path, "config_hub_vision.yaml", *given)
+    run = train(tmp_path, "config_hub_vision.yaml", *given)
     assert mmattn.pipeline(str(run / "adapter"), device="cpu").model.adapter("default").layers == (16, 20, 24)
 
 
 @pytest.mark.slow
-def test_passages_for_qwen(load_files: Callable[..., SimpleNamespace], tmp_path: Path) -> None:
+def test_passages_for_qwen(tmp_path: Path) -> None:
     lm, reader = save_qwen(tmp_path / "lm"), save_encoder(tmp_path / "reader")
     rows = [{"prompt": f"{n}?", "text": f"it is {n}", "passages": [f"bluebell {n}", "in spring"]} for n in range(11)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     given = (f"lm={lm}", f"text_encoder={reader}", f"data.path={tmp_path / 'rows.jsonl'}")
-    run = train(load_files, tmp_path, "config_hub_passages.yaml", *given)
+    run = train(tmp_path, "config_hub_passages.yaml", *given)
     assert (run / "adapter" / "adapter_model.safetensors").is_file()
 
 
@@ -178,11 +174,9 @@ def sdxl(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_an_ip_adapter_for_sdxl(
-    load_files: Callable[..., SimpleNamespace], siglip: str, sdxl: Path, pictures: Path, tmp_path: Path
-) -> None:
+def test_an_ip_adapter_for_sdxl(siglip: str, sdxl: Path, pictures: Path, tmp_path: Path) -> None:
     given = (f"unet={sdxl}", f"encoder={siglip}", f"data.path={pictures}")
-    run = train(load_files, tmp_path, "config_hub_sdxl.yaml", *given)
+    run = train(tmp_path, "config_hub_sdxl.yaml", *given)
     assert (run / "samples.png").is_file()
     pipe = mmattn.pipeline(str(run / "adapter"), device="cpu")
     options = {"num_inference_steps": 2, "guidance_scale": 2.0}

@@ -6,7 +6,6 @@ import json
 import math
 import shutil
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,13 +22,8 @@ from mmattn.errors import ConfigError
 from mmattn.recipes import find_recipe
 from tests.recipes.runs import settings_of
 
+RECIPE = "vision"
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(scope="module")
-def recipe(load_files: Callable[..., SimpleNamespace]) -> SimpleNamespace:
-    """The files of the recipe."""
-    return load_files("vision", "settings", "data", "measure", "train")
 
 
 @pytest.fixture(scope="module")
@@ -170,12 +164,6 @@ class TestMeasures:
         length = sum(span.stop - span.start for span in spans) / len(spans)
         assert math.log(better["species_perplexity"]) == pytest.approx(length * math.log(2), rel=1e-3)
         assert better["species_accuracy"] == 0.0
-
-
-@pytest.fixture(scope="module")
-def run(finished: Callable[[str], Path]) -> Path:
-    """A finished run of a few steps."""
-    return finished("vision")
 
 
 @pytest.mark.slow

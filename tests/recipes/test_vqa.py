@@ -17,12 +17,14 @@ from mmattn import models, pipelines, training
 from tests.models.test_pretrained import need, need_espeak
 from tests.recipes.runs import settings_of
 
+RECIPE = "vqa"
+
 
 @pytest.fixture(scope="module")
-def recipe(load_files: Callable[..., SimpleNamespace]) -> SimpleNamespace:
+def recipe(recipe: SimpleNamespace) -> SimpleNamespace:
     for name in ("smollm2", "efficientnet-lite0", "easy-vqa"):
         need(name)
-    return load_files("vqa", "settings", "data", "report", "train", "ask")
+    return recipe
 
 
 @pytest.fixture(scope="module")

@@ -20,11 +20,7 @@ import mmattn
 from tests.recipes.runs import WAY_ROWS, settings_of
 from tests.tiny_texts import tiny_tokenizer
 
-
-@pytest.fixture(scope="module")
-def recipe(load_files: Callable[..., SimpleNamespace]) -> SimpleNamespace:
-    """The files of the recipe."""
-    return load_files("ways", "settings", "data", "reader", "texts", "ways", "train")
+RECIPE = "ways"
 
 
 @pytest.fixture(scope="module")

@@ -12,18 +12,12 @@ from mmattn.encoders.text import TextEncoder
 from mmattn.errors import AdapterFileError, ConfigError, NonFiniteError, TextError
 from mmattn.retrieval import embed_corpus
 from mmattn.training import encoding_of
-from tests.tiny_texts import WIDTH, save_encoder
+from tests.tiny_texts import WIDTH
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(13)
-    return save_encoder(tmp_path_factory.mktemp("encoder"))
-
-
-@pytest.fixture(scope="module")
-def encoder(folder: Path) -> TextEncoder:
-    return TextEncoder(folder)
+def encoder(bert: Path) -> TextEncoder:
+    return TextEncoder(bert)
 
 
 @pytest.fixture
@@ -168,7 +162,7 @@ def test_long_lines_are_read_and_longer_ones_named(
         assert rows["text"][:] == ["one", *(text.strip() for text in line.split("\n")[1:]), "two"]
 
 
-def test_settings_that_cannot_be(files: list[Path], encoder: TextEncoder, folder: Path, tmp_path: Path) -> None:
+def test_settings_that_cannot_be(files: list[Path], encoder: TextEncoder, bert: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     with pytest.raises(ConfigError, match="rows_per_shard"):
         embed_corpus(files, out, encoder, rows_per_shard=0)
@@ -182,11 +176,11 @@ def test_settings_that_cannot_be(files: list[Path], encoder: TextEncoder, folder
     with pytest.raises(TextError, match="nothing to embed: blank.txt"):
         embed_corpus(tmp_path / "blank.txt", out, encoder)
     with pytest.raises(ConfigError, match="use an encoder that pools"):
-        embed_corpus(files, out, TextEncoder(folder, pooling="none"))
+        embed_corpus(files, out, TextEncoder(bert, pooling="none"))
 
 
-def test_vectors_that_are_not_finite_are_refused(files: list[Path], folder: Path, tmp_path: Path) -> None:
-    broken = TextEncoder(folder)
+def test_vectors_that_are_not_finite_are_refused(files: list[Path], bert: Path, tmp_path: Path) -> None:
+    broken = TextEncoder(bert)
     with torch.no_grad():
         next(broken.parameters()).fill_(float("nan"))
     with pytest.raises(NonFiniteError):

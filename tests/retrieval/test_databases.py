@@ -20,6 +20,7 @@ from mmattn.errors import ConfigError, IndexFileError, IndexMismatchError, Missi
 from mmattn.retrieval import LanceStore, PgvectorStore, QdrantStore, register_store
 from mmattn.retrieval.stores import STORES, find_address
 from mmattn.retrieval.stores.qdrant import ABOUT
+from tests import tiny
 from tests.retrieval.searching import Letters, held
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -102,12 +103,9 @@ def test_requests_to_qdrant_are_limited(monkeypatch: pytest.MonkeyPatch) -> None
 @every_scheme
 def test_vectors_are_float32_whatever_the_default(address: str) -> None:
     index = Index.build(torch.rand(3, 3), store=address)
-    torch.set_default_dtype(torch.float64)
-    try:
+    with tiny.default_dtype(torch.float64):
         hits = index.search(torch.ones(3), 2)
         assert hits.vectors is not None and hits.vectors.dtype == index[0].vector.dtype == torch.float32
-    finally:
-        torch.set_default_dtype(torch.float32)
     index.close()
 
 

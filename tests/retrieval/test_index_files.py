@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mmattn import Index, Memory
+from mmattn import Index
 from mmattn.errors import IndexFileError, IndexMismatchError
 from mmattn.retrieval import index_files as folders
 from mmattn.storage.safetensors import write_tensors
@@ -35,15 +35,6 @@ def test_an_index_mapped_from_a_version_that_is_gone_still_searches(tmp_path: Pa
     same(index, again)
     again.save(tmp_path / "new")
     same(index, Index.load(tmp_path / "new"))
-
-
-def test_small_and_empty(tmp_path: Path) -> None:
-    Index.build(torch.empty(0, 7), metric="l2", store="hnsw").save(tmp_path / "empty")
-    index = Index.load(tmp_path / "empty")
-    assert (len(index), index.dim, index.metric) == (0, 7, "l2")
-    index.add(torch.eye(7), tokens=Memory.pad([torch.randn(m, 5) for m in (2, 3, 1, 1, 4, 1, 2)]))
-    index.save(tmp_path / "empty")
-    same(index, Index.load(tmp_path / "empty"))
 
 
 def test_encoders(tmp_path: Path) -> None:

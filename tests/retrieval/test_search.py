@@ -10,7 +10,7 @@ import torch
 from mmattn import Memory
 from mmattn.retrieval import Hits
 from mmattn.retrieval.stores.exact import ExactScan
-from tests.retrieval.searching import KINDS, METRICS, STORES, WIDTH, Letters, built, held, reference, small
+from tests.retrieval.searching import KINDS, METRICS, STORES, WIDTH, built, held, reference, small
 
 
 def agree(hits: Hits, queries: torch.Tensor, vectors: dict[Any, Any], metric: str) -> None:
@@ -101,15 +101,6 @@ class TestQueries:
             hits = index.search(same, 3)
             assert hits.ids == expected.ids
             torch.testing.assert_close(hits.scores, expected.scores, rtol=1e-6, atol=0)
-
-    @pytest.mark.parametrize("kind", KINDS)
-    def test_texts(self, kind: str) -> None:
-        texts = ["sun and moon", "a grey cat", "the moon"]
-        index = built(texts, kind, encoder=Letters())
-        hits = index.search(["the moon", "cat"], 2)
-        assert hits.texts is not None and [row[0] for row in hits.texts] == ["the moon", "a grey cat"]
-        assert index.search("the moon", 1).ids == [[2]]
-        assert index[1].text == "a grey cat" and len(index) == 3 and 2 in index and "2" not in index
 
     @pytest.mark.parametrize("store", [*STORES, "qdrant"])
     def test_autocast_changes_nothing(self, store: str) -> None:

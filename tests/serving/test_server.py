@@ -49,13 +49,6 @@ def asking(server: Server) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0)
 
 
-@pytest.fixture
-def client(server: Server) -> Iterator[Any]:
-    with asking(server) as asks:
-        yield asks
-    assert server.until(server.is_idle), "a request or its memory is left behind"
-
-
 def data_url(file: Path) -> str:
     return f"data:image/png;base64,{base64.b64encode(file.read_bytes()).decode()}"
 

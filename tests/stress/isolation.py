@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import ContinuousBatchingConfig, GenerationConfig
 
 import mmattn
 from mmattn.adapters import InsertedAdapter, JoinedAdapter
@@ -187,20 +186,12 @@ def as_texts(model: Any, batch: Batch, memory: Any) -> Tensor:
     return model.generate(batch.ids, memory=memory, max_new_tokens=NEW, do_sample=False, pad_token_id=0)
 
 
-def settings() -> dict[str, Any]:
-    """How requests are answered."""
-    return {
-        "generation_config": GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0),
-        "continuous_batching_config": ContinuousBatchingConfig(num_blocks=32, page_size=16, max_batch_tokens=64),
-    }
-
-
 class Requests:
     """Requests of one manager, as a server has it, or of `generate_batch`."""
 
     def __init__(self, model: Any, running: bool) -> None:
         self.model, self.alone = model, copy.deepcopy(model)
-        self.manager = model.host.init_continuous_batching(**settings()) if running else None
+        self.manager = model.host.init_continuous_batching(**tiny.paged(NEW)) if running else None
         if self.manager is not None:
             self.manager.start()
 
@@ -212,7 +203,7 @@ class Requests:
     def ask(self, ids: Tensor, memories: list[Any]) -> list[Any]:
         """The tokens of each request; the error of one that is refused or ends with it."""
         if self.manager is None:
-            out = self.model.generate_batch(ids.tolist(), memory=memories, **settings()).values()
+            out = self.model.generate_batch(ids.tolist(), memory=memories, **tiny.paged(NEW)).values()
             return [one.generated_tokens if one.error is None else RuntimeError(one.error) for one in out]
         answers: list[Any] = [None] * len(memories)
         waiting = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -43,20 +44,20 @@ WITHIN = {"kv_store": "hosts"}
 BUDGETS = {
     ".": 730,  # goal 600
     "memory": 680,  # goal 650
-    "core": 2_490,  # goal 2,450
-    "adapters": 6_690,  # goal 5,600
-    "hosts": 8_180,  # goal 7,000
-    "kv_store": 1_610,
-    "encoders": 3_190,  # goal 2,700
-    "retrieval": 3_910,  # goal 3,400
-    "models": 760,  # goal 700
+    "core": 2_480,  # goal 2,450
+    "adapters": 6_550,  # goal 5,600
+    "hosts": 8_050,  # goal 7,000
+    "kv_store": 1_560,
+    "encoders": 3_160,  # goal 2,700
+    "retrieval": 3_900,  # goal 3,400
+    "models": 750,  # goal 700
     "data": 1_530,  # goal 1,500
     "training": 2_330,  # goal 1,700
     "inspect": 2_330,  # goal 2,100
     "pipelines": 1_920,  # goal 2,000
     "serving": 2_130,  # goal 2,000
     "evaluation": 200,
-    "storage": 900,
+    "storage": 890,
     "testing": 1_610,
     "cli": 1_090,  # goal 940
     "recipes": 390,  # goal 360
@@ -183,7 +184,7 @@ def over_budget(package: Path, budgets: Mapping[str, int], files: int) -> list[s
     )
 
 
-def circles(package: Path) -> list[list[str]]:
+def circle(package: Path) -> list[str]:
     """Modules that depend on each other in a circle, every kind of import counted, between folders and inside them."""
     known = modules(package)
     reached: dict[str, set[str]] = {name: set() for name in known}
@@ -191,28 +192,11 @@ def circles(package: Path) -> list[list[str]]:
         root, _, target = found.name.partition(".")
         if root == package.name and target in known and target != found.module and target:
             reached[found.module].add(target)
-    order, low, stack, groups = {}, {}, [], []
-
-    def visit(name: str) -> None:
-        # Tarjan's strongly connected components.
-        order[name] = low[name] = len(order)
-        stack.append(name)
-        for other in reached[name]:
-            if other not in order:
-                visit(other)
-                low[name] = min(low[name], low[other])
-            elif other in stack:
-                low[name] = min(low[name], order[other])
-        if low[name] == order[name]:
-            group = [stack.pop()]
-            while group[-1] != name:
-                group.append(stack.pop())
-            groups.append(sorted(group))
-
-    for name in known:
-        if name not in order:
-            visit(name)
-    return [group for group in groups if len(group) > 1]
+    try:
+        graphlib.TopologicalSorter(reached).prepare()
+    except graphlib.CycleError as error:
+        return list(error.args[1])
+    return []
 
 
 def branches_on_kinds(package: Path) -> list[str]:

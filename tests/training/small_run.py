@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import TrainingArguments
 
 import mmattn
@@ -69,6 +70,19 @@ def arguments(folder: Path, **more: Any) -> TrainingArguments:
     """Of a training on the CPU that saves nothing, unless told, and reports to nobody."""
     quiet = {"save_strategy": "no", "report_to": "none", "disable_tqdm": True}
     return TrainingArguments(str(folder), **quiet | {"use_cpu": True, "dataloader_pin_memory": False} | more)
+
+
+class Shapes(TorchDispatchMode):
+    """Notes the shape of each tensor that is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[torch.Size] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.made += [one.shape for one in (out if isinstance(out, (tuple, list)) else [out]) if torch.is_tensor(one)]
+        return out
 
 
 class Killed(training.AdapterTrainer):

@@ -16,6 +16,7 @@ from mmattn.errors import ConditionError
 from mmattn.training import TextBatch, losses
 from mmattn.training.losses import has_chunks, output_head
 from tests import tiny
+from tests.training.small_run import Shapes
 
 LENGTHS = (11, 7, 5)
 #: What families do to their logits: a cap, scales of logits and of what the head is given, a bias.
@@ -100,25 +101,14 @@ def test_logits_never_stand_whole(monkeypatch: pytest.MonkeyPatch, on_a_device: 
     if on_a_device:
         monkeypatch.setattr(losses, "may_read", lambda tensor: False)
     model, tokens = attach(vocab_size=997), sum(length - 1 for length in LENGTHS) - 2
-    largest: list[int] = []
-
-    class Largest(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            out = func(*args, **(kwargs or {}))
-            largest.extend(
-                one.numel() for one in (out if isinstance(out, (tuple, list)) else [out]) if torch.is_tensor(one)
-            )
-            return out
-
     training.sum_nats(model, batch(), 4)  # the head is checked once
     monkeypatch.setattr(losses, "AUTO_CHUNK", 4)
     for chunk_size, whole in ((4, False), ("auto", False), (None, True)):
-        largest.clear()
-        with Largest():
+        with Shapes() as shapes:
             step(model, chunk_size)
-        weights = model.lm_head.weight.numel()
-        assert (max(one for one in largest if one != weights) >= tokens * 997) == whole
-        assert whole or max(one for one in largest if one != weights) <= 4 * 997
+        largest = max(one.numel() for one in shapes.made if one.numel() != model.lm_head.weight.numel())
+        assert (largest >= tokens * 997) == whole
+        assert whole or largest <= 4 * 997
 
 
 def test_texts_without_a_memory_or_anything_to_learn() -> None:

@@ -15,9 +15,6 @@ from mmattn.training.lower_layers import lower_layers
 from tests import tiny
 from tests.families.building import tiny_model
 
-LENGTHS = (11, 7, 5)
-families = pytest.mark.parametrize("family", tiny.FAMILIES)
-
 
 class TestWhatIsBelow:
     def test_the_lowest_of_all_adapters_counts(self) -> None:

@@ -160,18 +160,6 @@ def test_a_lora_knows_the_sizes_of_packed_weights(folder: Path, kind: str, tmp_p
     assert all(not torch.equal(after[name], value) for name, value in before.items()), "both are trained"
 
 
-def test_the_trainer_takes_it(folder: Path, kind: str, tmp_path: Path) -> None:
-    model = tiny.attach(load(folder, kind), opened=False)
-    made = training.AdapterTrainer(
-        model=model,
-        args=small_run.arguments(tmp_path, max_steps=2, learning_rate=1e-2),
-        data_collator=small_run.collator(),
-        train_dataset=small_run.rows(),
-    )
-    made.train()
-    assert all(float(p.detach().abs().sum()) > 0 for name, p in model.adapters.named_parameters() if "gate" in name)
-
-
 def rescaled(lm: Any, kind: str) -> None:
     """Another host with the same whole numbers: the scales of a layer below the adapters are doubled."""
     weight = lm.model.layers[0].mlp.up_proj.weight

@@ -10,10 +10,8 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import TrainingArguments
 
-import mmattn
 from mmattn import training
 from tests import tiny
 from tests.training import small_run
@@ -33,9 +31,7 @@ def run(folder: Path, model: Any, rows: list[training.Row], **arguments: Any) ->
 
 
 def attach(family: str = "llama", **changes: Any) -> Any:
-    torch.manual_seed(0)
-    host = tiny.make(family, vocab_size=VOCABULARY, **changes)
-    return mmattn.attach(host, mmattn.GatedAdapter(tiny.MEMORY_DIM, every=1, num_heads=2, head_dim=5))
+    return small_run.attach(tiny.make(family, vocab_size=VOCABULARY, **changes))
 
 
 def long_rows() -> list[training.Row]:
@@ -47,18 +43,9 @@ def long_rows() -> list[training.Row]:
     ]  # fmt: skip
 
 
-class Largest(TorchDispatchMode):
-    """Notes the size of the largest tensor whose last dimension is the vocabulary."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if torch.is_tensor(out) and out.dim() > 1 and out.shape[-1] == VOCABULARY:
-            self.rows = max(self.rows, out.numel() // VOCABULARY)
-        return out
+def most_logits(shapes: small_run.Shapes) -> int:
+    """The most rows of a tensor whose last dimension is the vocabulary."""
+    return max((one.numel() // VOCABULARY for one in shapes.made if len(one) > 1 and one[-1] == VOCABULARY), default=0)
 
 
 def leave_as_it_is(module: nn.Module, args: Any, output: Any) -> None:
@@ -75,9 +62,9 @@ def test_the_loss_is_computed_in_chunks(tmp_path: Path, arguments: dict[str, Any
         model = attach()
         if whole:
             model.host.lm_head.register_forward_hook(leave_as_it_is)
-        with Largest() as largest:
+        with small_run.Shapes() as shapes:
             found[whole], _ = run(tmp_path, model, long_rows(), **arguments)
-        assert (largest.rows > 600) is whole, largest.rows
+        assert (most_logits(shapes) > 600) is whole
     assert found[False] == pytest.approx(found[True], rel=3e-3 if "bf16" in arguments else 1e-5)
 
 
@@ -88,9 +75,9 @@ def test_a_loss_with_another_term_stands_whole(tmp_path: Path) -> None:
         (attach("mixtral", output_router_logits=True), {}),
         (attach(), {"label_smoothing_factor": 0.1}),
     ):
-        with Largest() as largest:
+        with small_run.Shapes() as shapes:
             run(tmp_path, model, rows, max_steps=1, **arguments)
-        assert largest.rows > 600
+        assert most_logits(shapes) > 600
 
 
 @pytest.fixture

@@ -265,34 +265,29 @@ def rows_of(memory: Sequence[object] | Memory | Tensor | None, requests: int) ->
     return rows
 
 
-class StartsBatching:
-    """Replacement of `init_continuous_batching`, through which every way to batch continuously goes.
+def start_batching(model: AdaptedModel, host: nn.Module, *args: object, **kwargs: object) -> ContinuousBatchingManager:
+    """Replace `init_continuous_batching`, through which every way to batch continuously goes.
 
     The manager takes a memory with each request; in its thread no memory of this context would hold.
     """
-
-    def __init__(self, model: AdaptedModel, host: nn.Module) -> None:
-        self.model, self.host = model, host
-
-    def __call__(self, *args: object, **kwargs: object) -> ContinuousBatchingManager:
-        if self.model.open_blocks.in_force().call is not None:
-            raise ConditionError(
-                "continuous batching runs in another thread, where this memory does not hold: use "
-                "model.generate_batch(inputs, memory=[…]) or manager.add_request(ids, memory=…)"
-            )
-        host_class: type[PreTrainedModel] = type(self.host)
-        persistent = getattr(self.host, "_cached_continuous_batching_manager", None)
-        if persistent is not None and getattr(getattr(persistent, "memories", None), "model", None) is not self.model:
-            raise ConditionError(
-                "the manager that persistent_manager=True keeps was made without these adapters: call "
-                "destroy_cached_continuous_batching_manager() first"
-            )
-        options = inspect.signature(host_class.init_continuous_batching).bind(self.host, *args, **kwargs).arguments
-        _prepare_options(self.host, options)
-        manager = host_class.init_continuous_batching(**options)
-        if persistent is None:
-            manager.memories = RequestMemories(self.model, manager)
-        return manager
+    if model.open_blocks.in_force().call is not None:
+        raise ConditionError(
+            "continuous batching runs in another thread, where this memory does not hold: use "
+            "model.generate_batch(inputs, memory=[…]) or manager.add_request(ids, memory=…)"
+        )
+    host_class: type[PreTrainedModel] = type(host)
+    persistent = getattr(host, "_cached_continuous_batching_manager", None)
+    if persistent is not None and getattr(getattr(persistent, "memories", None), "model", None) is not model:
+        raise ConditionError(
+            "the manager that persistent_manager=True keeps was made without these adapters: call "
+            "destroy_cached_continuous_batching_manager() first"
+        )
+    options = inspect.signature(host_class.init_continuous_batching).bind(host, *args, **kwargs).arguments
+    _prepare_options(host, options)
+    manager = host_class.init_continuous_batching(**options)
+    if persistent is None:
+        manager.memories = RequestMemories(model, manager)
+    return manager
 
 
 def _prepare_options(host: nn.Module, options: Arguments) -> None:

@@ -39,13 +39,9 @@ def prompt_of(args: Positional, kwargs: Arguments) -> Tensor | None:
 def prompt_name(host: nn.Module) -> str:
     """Return the name of the prompt argument of `generate`: "inputs", or as Whisper does "input_features"."""
     host_class: type[PreTrainedModel] = type(host)
-    parameters = [
-        parameter
-        for parameter in inspect.signature(host_class.generate).parameters.values()
-        if parameter.name != "self"
-    ]
-    first = parameters[0] if parameters else None
-    return first.name if first is not None and first.kind is first.POSITIONAL_OR_KEYWORD else "inputs"
+    parameters = inspect.signature(host_class.generate).parameters.values()
+    names = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD and each.name != "self"]
+    return names[0] if names else "inputs"
 
 
 def expansions_of(host: nn.Module, kwargs: Arguments) -> frozenset[int]:
@@ -120,37 +116,27 @@ def generation_call(host: nn.Module, call: Call, args: Positional, kwargs: Argum
     return inner
 
 
-class ExpandsInputs:
-    """Replacement of `_expand_inputs_for_generation`, which refuses rows that are not all rows of the prompt."""
-
-    def __init__(self, model: AdaptedModel, host: nn.Module) -> None:
-        self.model, self.host = model, host
-
-    def __call__(self, expand_size: int = 1, **kwargs: Any) -> tuple[Tensor, Arguments]:
-        call, ids = self.model.open_blocks.in_force().call, kwargs.get("input_ids")
-        if call is not None and call.rows and ids is not None and len(ids) not in call.unexpanded:
-            raise ConditionError(
-                f"{type(self.host).__name__}.generate was given {call.rows} rows and goes on with {len(ids)}; which "
-                "memory is theirs is not known: generate one row at a time"
-            )
-        method = inspect.getattr_static(type(self.host), "_expand_inputs_for_generation")
-        return method.__get__(self.host)(expand_size=expand_size, **kwargs)
+def expand_inputs(
+    model: AdaptedModel, host: nn.Module, expand_size: int = 1, **kwargs: Any
+) -> tuple[Tensor, Arguments]:
+    """Replace `_expand_inputs_for_generation`: refuse rows that are not all rows of the prompt."""
+    call, ids = model.open_blocks.in_force().call, kwargs.get("input_ids")
+    if call is not None and call.rows and ids is not None and len(ids) not in call.unexpanded:
+        raise ConditionError(
+            f"{type(host).__name__}.generate was given {call.rows} rows and goes on with {len(ids)}; which memory is "
+            "theirs is not known: generate one row at a time"
+        )
+    method = inspect.getattr_static(type(host), "_expand_inputs_for_generation")
+    return method.__get__(host)(expand_size=expand_size, **kwargs)
 
 
-class TextNotes:
-    """Wrapper of `prepare_inputs_for_generation`, where alone beams, drafts and chunks of a prompt appear in full."""
-
-    def __init__(self, model: AdaptedModel, host: PreTrainedModel) -> None:
-        self.model, self.host = model, host
-        # generate asks the signature what it may pass on.
-        self.__signature__ = inspect.signature(host.prepare_inputs_for_generation)
-
-    def __call__(self, input_ids: Tensor, *args: object, **kwargs: Any) -> Arguments:
-        call = self.model.open_blocks.in_force().call
-        if call is not None:
-            mask = kwargs.get("attention_mask")
-            NOTED.set((call, GenerationInput(input_ids, None if mask is None else mask.bool())))
-        return type(self.host).prepare_inputs_for_generation(self.host, input_ids, *args, **kwargs)
+def note_text(model: AdaptedModel, host: PreTrainedModel, input_ids: Tensor, *args: object, **kwargs: Any) -> Arguments:
+    """Replace `prepare_inputs_for_generation`, where alone beams, drafts and chunks of a prompt appear in full."""
+    call = model.open_blocks.in_force().call
+    if call is not None:
+        mask = kwargs.get("attention_mask")
+        NOTED.set((call, GenerationInput(input_ids, None if mask is None else mask.bool())))
+    return type(host).prepare_inputs_for_generation(host, input_ids, *args, **kwargs)
 
 
 def arrivals_of(arrived: Tensor, window: int | None, sources: Iterable[BoundMemory]) -> Arrivals:
@@ -209,7 +195,9 @@ def check_with_memory(host: nn.Module, call: Call, text: TextState) -> None:
     # Prompts of peft are in the cache before the text.
     peft = getattr(host, "active_peft_config", None)
     declared = call.arrivals is not None or getattr(peft, "is_prompt_learning", False)
-    if not declared and (text.past or (text.past is None and _has_state(cache))):
+    state = getattr(cache, "has_previous_state", False)
+    was_read = (state() if callable(state) else state) if text.past is None else text.past
+    if was_read and not declared:
         raise ConditionError(
             "the cache was read without a memory, or put together from other caches: read its tokens with memory=, or "
             "give arrived=, the slots that each token sees"
@@ -263,8 +251,3 @@ def check_without_memory(cache: object, explicit: bool) -> None:
         )
     for part in _parts(cache):
         vars(part).pop(READ, None)
-
-
-def _has_state(cache: object) -> bool:
-    state: object = getattr(cache, "has_previous_state", False)
-    return bool(state() if callable(state) else state)

@@ -12,20 +12,20 @@ import torch
 from torch import Tensor, nn
 
 from mmattn.adapters.host_models import call_by_name, device_of, embeddings_of, text_config
-from mmattn.adapters.joined.host_attention import HostAttention, JoinSlots
+from mmattn.adapters.joined.host_attention import ExtraSlots, HostAttention, JoinSlots
 from mmattn.adapters.joined.rotation import Rotations, read_rotations
 from mmattn.adapters.joined.slots import Capture, JoinedSlots, JoinedView
-from mmattn.adapters.protocols import Site
+from mmattn.adapters.protocols import HeadSizes, Site
 from mmattn.adapters.text_state import TextState
 from mmattn.errors import AttachError, ConditionError, MmattnError
 from mmattn.hosts.causal_lm.continuous_batching import paused
 from mmattn.hosts.causal_lm.generation import fewest_logits
 from mmattn.hosts.context import Arguments, Call, ForwardStep, refuse_reentrant
-from mmattn.hosts.hooks import AttentionHook, attention_hooks, attention_layers, check_function
+from mmattn.hosts.hooks import AttentionHook, attention_hooks, check_function
 from mmattn.hosts.host_state import HostState
 from mmattn.hosts.model import AdaptedModel
 from mmattn.hosts.peft import inner_host
-from mmattn.hosts.probe import bare_forward, is_close, output_of, relative_error, text_inputs, unreached
+from mmattn.hosts.probe import bare_forward, in_eval_mode, is_close, output_of, relative_error, text_inputs, unreached
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -38,11 +38,33 @@ _ADVICE = "take a GatedAdapter for this host"
 
 
 def joined_sites(host: nn.Module, layers: nn.ModuleList, path: str, width: int) -> list[Site]:
-    """Return the attention of every decoder layer."""
-    return [
-        Site(layer, "joined", name, width, device_of(host.get_submodule(name)), sizes)
-        for layer, (name, sizes) in attention_layers(host, layers, path).items()
-    ]
+    """Return the attention of every decoder layer, as a short text finds it."""
+    by_layer: list[set[Site]] = [set() for _ in layers]
+
+    def listener(layer: int, name: str) -> Callable[[HostAttention], HostAttention]:
+        def note(x: HostAttention) -> HostAttention:
+            heads = HeadSizes(x.query.shape[1], x.key.shape[1], x.key.shape[3], x.value.shape[3])
+            device = device_of(host.get_submodule(name))
+            by_layer[layer].add(Site(layer, "joined", name, width, device, heads))
+            return x
+
+        return note
+
+    listeners = {
+        module: listener(layer, f"{path}.{layer}.{name}")
+        for layer, part in enumerate(layers)
+        for name, module in part.named_modules()
+        if hasattr(vars(module).get("config"), "_attn_implementation")
+    }
+    with attention_hooks(listeners), in_eval_mode(host), torch.no_grad():
+        output_of(host, [inputs | {"use_cache": False} for inputs in text_inputs(host, 1)], 1)
+    if missing := [layer for layer, sites in enumerate(by_layer) if len(sites) != 1]:
+        kinds = sorted({type(layers[layer]).__name__ for layer in missing})
+        raise AttachError(
+            f"layers {missing} of {type(host).__name__} ({', '.join(kinds)}) do not use the attention functions of "
+            "transformers, in which keys and values are joined: take a GatedAdapter for this host"
+        )
+    return [site for sites in by_layer for site in sites]
 
 
 def shift_text(step: ForwardStep, text: TextState, kwargs: Arguments) -> Arguments:
@@ -94,7 +116,7 @@ def _join_slot(module: nn.Module, row: int) -> AttentionHook:
         device = x.value.device
         value = torch.linspace(-1, 1, x.value.shape[3], device=device).expand(1, x.value.shape[1], 1, -1)
         key = torch.zeros(1, x.key.shape[1], 1, x.key.shape[3], device=device)
-        return x.join(key, value, None, torch.arange(x.query.shape[0], device=device)[:, None] == row)
+        return x.join(ExtraSlots(key, value, sees=torch.arange(x.query.shape[0], device=device)[:, None] == row))
 
     return AttentionHook(module, join)
 
@@ -113,7 +135,9 @@ def probe_before_text(model: AdaptedModel, sites: Sequence[Site]) -> Rotations:
             expected = _logits(host, ids, positions)[:, PASSAGE:]
             passage = _captured(host, modules, ids, positions[:, :PASSAGE])
             rotations = _rotations(host, modules, ids)
-            view = JoinedView(_as_slots(passage))
+            places = torch.arange(PASSAGE)[None]
+            slots = JoinedSlots(passage.keys, passage.values, places >= 0, places, torch.tensor([PASSAGE]))
+            view = JoinedView(slots)
             with attention_hooks(_listeners(modules, view)):
                 output = _logits(host, ids[:, PASSAGE:], view.shift_positions(positions[:, :TEXT]))
     except MmattnError:
@@ -227,10 +251,10 @@ def _listeners(
     return {module: listener(layer) for layer, module in modules.items()}
 
 
-def _as_slots(captured: Capture) -> JoinedSlots:
-    length = next(iter(captured.keys.values())).shape[2]
-    real = torch.ones(1, length, dtype=torch.bool)
-    return JoinedSlots(captured.keys, captured.values, real, torch.arange(length)[None], torch.tensor([length]))
+def capture(model: AdaptedModel, name: str, captured: Capture, **inputs: Tensor) -> None:
+    """Record the keys and values of an input of the host for one adapter, in a forward without the other adapters."""
+    with paused(model), model.open_blocks.conditioned(Call({name: captured}, reads_memory=True)):
+        model.host(**inputs, use_cache=False, **fewest_logits(model.host))
 
 
 # Embeddings before the text -------------------------------------------------------------------------------------------
@@ -241,7 +265,6 @@ class HostEmbeddingReader:
 
     def __init__(self, model: AdaptedModel, turns_keys: bool) -> None:
         self.model, self.turns_keys = model, turns_keys
-        self._options = fewest_logits(model.host)
         self._state: HostState | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HostEmbeddingReader:
@@ -288,14 +311,8 @@ class HostEmbeddingReader:
         device, like = device_of(embeddings_of(host)), self._embed(torch.zeros(1, 1, dtype=torch.long))
         # A row without slots gets one that no token attends to, so that its numbers are finite.
         mask = (real | (torch.arange(real.shape[1], device=real.device) == 0)).long()
-        with paused(self.model), self.model.open_blocks.conditioned(Call({name: captured}, reads_memory=True)):
-            host(
-                inputs_embeds=embeddings.to(device, like.dtype),
-                attention_mask=mask.to(device),
-                position_ids=positions.to(device),
-                use_cache=False,
-                **self._options,
-            )
+        embeddings, mask, positions = embeddings.to(device, like.dtype), mask.to(device), positions.to(device)
+        capture(self.model, name, captured, inputs_embeds=embeddings, attention_mask=mask, position_ids=positions)
         return dict(captured.keys), dict(captured.values)
 
     @torch.no_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from functools import partial
 from os import PathLike
@@ -30,29 +31,29 @@ from mmattn.hosts.causal_lm import joined_slots
 from mmattn.hosts.causal_lm.boundary import refuse_rows
 from mmattn.hosts.causal_lm.continuous_batching import (
     PAGED_CACHE,
-    StartsBatching,
     call_of_step,
     check_memories,
     pending,
     rows_of,
+    start_batching,
 )
 from mmattn.hosts.causal_lm.generation import (
     READ,
-    ExpandsInputs,
-    TextNotes,
     arrivals_of,
     check_with_memory,
     check_without_memory,
+    expand_inputs,
     fill_cache,
     generation_call,
     note,
     note_new,
+    note_text,
     noted,
     prompt_name,
 )
 from mmattn.hosts.causal_lm.packing import keep_apart, packed_state
 from mmattn.hosts.context import NOTED, Call, ForwardStep, Handle, Keywords, Positional, refuse_reentrant
-from mmattn.hosts.hooks import AfterHost, BeforeHost
+from mmattn.hosts.hooks import HostHooks
 from mmattn.hosts.model import AdaptedModel
 from mmattn.hosts.peft import inner_host
 from mmattn.hosts.probe import find_layers, probe_adapter, random_ids, text_inputs
@@ -170,15 +171,6 @@ class AdaptedCausalLM(AdaptedModel):
             generation=generation,
         )
 
-    @staticmethod
-    def _trains_joined(step: ForwardStep) -> bool:
-        """Return True if an adapter with weights joins keys and values in a forward."""
-        return any(
-            position == "joined" and any(True for _ in block.parameters())
-            for (_, position), actions in step.actions.items()
-            for _, block, _ in actions
-        )
-
     def forward_step(
         self, call: Call, disabled: frozenset[str], host: nn.Module, args: Positional, kwargs: Keywords
     ) -> ForwardStep:
@@ -196,8 +188,10 @@ class AdaptedCausalLM(AdaptedModel):
                 step.inputs = joined_slots.shift_text(step, text, dict(kwargs))
                 break
         # Keys and values that are joined with the host's own are inside of what checkpointing runs again.
-        if self.host.training and torch.is_grad_enabled() and self._trains_joined(step):
-            refuse_reentrant(self.host)
+        if self.host.training and torch.is_grad_enabled():
+            joined = [block for site in step.actions if site[1] == "joined" for _, block, _ in step.actions[site]]
+            if any(True for block in joined for _ in block.parameters()):
+                refuse_reentrant(self.host)
         # The paged cache of continuous batching keeps requests apart by itself.
         if text.packed is not None and type(text.cache).__name__ != PAGED_CACHE:
             with self.open_blocks.conditioned(None):
@@ -249,15 +243,17 @@ class AdaptedCausalLM(AdaptedModel):
     def install_hooks(self) -> list[Handle]:
         """Hook the adapters to the host and its layers, and have `generate` note texts where memory follows them."""
         hooks = super().install_hooks()
-        inner = inner_host(self.host)
+        inner: Any = inner_host(self.host)
         if inner is not self.host:
             # peft's generate calls the model inside its own.
-            hooks.append(inner.register_forward_pre_hook(BeforeHost(self), with_kwargs=True))
-            hooks.append(inner.register_forward_hook(AfterHost(self), always_call=True))
+            hooks += HostHooks(self).install(inner)
         vars(inner).pop("prepare_inputs_for_generation", None)
         reads_whole_text = any(self.adapter(name).traits.reads_whole_text for name in self.adapters)
         if reads_whole_text and hasattr(inner, "prepare_inputs_for_generation"):
-            self.attachment.replace(inner, "prepare_inputs_for_generation", TextNotes(self, inner))
+            notes: Any = partial(note_text, self, inner)
+            # generate asks the signature what it may pass on.
+            notes.__signature__ = inspect.signature(inner.prepare_inputs_for_generation)
+            self.attachment.replace(inner, "prepare_inputs_for_generation", notes)
         return hooks
 
     # Entries that many requests attend to ----------------------------------------------------------------------------
@@ -379,8 +375,8 @@ class AdaptedCausalLM(AdaptedModel):
         inner = inner_host(self.host)
         for owner, name, method in (
             (self.host, "generate", self._host_generate),
-            (inner, "_expand_inputs_for_generation", ExpandsInputs(self, inner)),
-            (inner, "init_continuous_batching", StartsBatching(self, inner)),
+            (inner, "_expand_inputs_for_generation", partial(expand_inputs, self, inner)),
+            (inner, "init_continuous_batching", partial(start_batching, self, inner)),
         ):
             if hasattr(type(owner), name):
                 self.attachment.replace(owner, name, method)
@@ -444,12 +440,12 @@ class HeadlessHost:
                 self._check_trains()
                 return self._own(*args, **kwargs)
             # Adapters act as in a forward of the whole host.
-            output = None
-            args, kwargs = BeforeHost(model)(self._own, args, kwargs) or (args, kwargs)
+            output, hooks = None, HostHooks(model)
+            args, kwargs = hooks.before(self._own, args, kwargs) or (args, kwargs)
             try:
                 output = self._own(*args, **kwargs)
             finally:
-                AfterHost(model)(self._own, args, output)
+                hooks.after(self._own, args, output)
             return output
 
     def _check_trains(self) -> None:

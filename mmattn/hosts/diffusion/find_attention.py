@@ -7,7 +7,6 @@ own, nor do its sizes, because text is often as wide as pictures.
 from __future__ import annotations
 
 import contextlib
-import inspect
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,9 +20,8 @@ from mmattn.adapters.host_models import device_of, dtype_of
 from mmattn.errors import AttachError, ConditionError, MmattnError
 from mmattn.hosts.context import Arguments, Keywords, Positional
 from mmattn.hosts.diffusion.call import Output
-from mmattn.hosts.diffusion.heads import SHARED, attention_names, is_attention
+from mmattn.hosts.diffusion.heads import attention_names, forward_arguments, is_attention, stack_rows
 from mmattn.hosts.diffusion.scale import Grid
-from mmattn.hosts.peft import inner_host
 from mmattn.hosts.probe import Handle, disturb, in_eval_mode, unreached
 
 #: Kinds of attention layers: over text, one softmax over text and picture, or over what is in the layer's stream.
@@ -47,9 +45,9 @@ class PictureAttention:
     stream: bool  # its tokens are those of picture and text
     width: int  # of the inputs of its keys and values: of the text, or of its stream if it reads no text
     part: int  # index of the picture among its outputs
-    block: str = ""  # dotted name of the block around it
-    block_part: int = 0  # index of the picture among the outputs of the block
-    block_width: int = 0  # d of that output; 0 if none fits
+    block: str  # dotted name of the block around it
+    block_part: int  # index of the picture among the outputs of the block
+    block_width: int  # d of that output; 0 if none fits
 
 
 @dataclass(frozen=True)
@@ -128,12 +126,9 @@ def _choose(
 ) -> tuple[PictureAttention, ...]:
     """Return one layer for each block: the one that reads text, else the one joined with it, else the first."""
     blocks: dict[str, list[PictureAttention]] = {}
-    for name, call in calls.items():
-        layer = _picture_attention(name, call, rows, tokens) if name in layers else None
-        if layer is not None and isinstance(call.x, Tensor):
-            block = name.rpartition(".")[0]
-            part, width = _picture_output(calls[block].output if block in calls else None, call.x.shape[:2])
-            blocks.setdefault(block, []).append(replace(layer, block=block, block_part=part, block_width=width))
+    for name in (name for name in calls if name in layers):
+        if (layer := _picture_attention(name, calls, rows, tokens)) is not None:
+            blocks.setdefault(layer.block, []).append(layer)
     order = (CROSS, JOINT, SELF)
     best = [min(block, key=lambda layer: order.index(layer.kind)) for block in blocks.values()]
     if any(layer.kind != SELF for layer in best):
@@ -146,17 +141,19 @@ def _choose(
     return tuple(best)
 
 
-def _picture_attention(name: str, call: LayerCall, rows: int, tokens: int) -> PictureAttention | None:
-    x, text, output = call
+def _picture_attention(name: str, calls: Mapping[str, LayerCall], rows: int, tokens: int) -> PictureAttention | None:
+    x, text, output = calls[name]
     if not isinstance(x, Tensor) or x.dim() != 3 or x.shape[0] != rows or x.shape[1] < tokens:
         return None
     part, width = _picture_output(output, x.shape[:2])
     if not width:
         return None
+    block = name.rpartition(".")[0]
+    around = block, *_picture_output(calls[block].output if block in calls else None, x.shape[:2])
     if not isinstance(text, Tensor) or text is x:
-        return PictureAttention(name, SELF, x.shape[1] >= tokens + TEXT, x.shape[-1], part)
+        return PictureAttention(name, SELF, x.shape[1] >= tokens + TEXT, x.shape[-1], part, *around)
     kind = JOINT if isinstance(output, (tuple, list)) and len(output) > 1 else CROSS
-    return PictureAttention(name, kind, False, text.shape[-1], part)
+    return PictureAttention(name, kind, False, text.shape[-1], part, *around)
 
 
 def _picture_output(output: object, size: torch.Size) -> tuple[int, int]:
@@ -182,7 +179,7 @@ def check_reaches(host: nn.Module, found: TransformerLayers, outputs: Sequence[t
 
     def output(rows: int) -> Tensor:
         inputs = found.inputs(host, 1, torch.Generator().manual_seed(0))
-        return prediction(host, {name: _repeat(name, value, rows) for name, value in inputs.items()})
+        return prediction(host, {name: stack_rows(name, [value] * rows) for name, value in inputs.items()})
 
     lost = unreached(host, [site(name, part) for name, part in outputs], output)
     if lost:
@@ -190,15 +187,6 @@ def check_reaches(host: nn.Module, found: TransformerLayers, outputs: Sequence[t
             f"changes of {[outputs[each][0] for each in lost]} do not reach the prediction of {type(host).__name__}, "
             "so memory would be lost: choose other layers with blocks="
         )
-
-
-def _repeat(name: str, value: object, rows: int) -> object:
-    """Repeat an argument of one row; a list has a part for each row, or a tensor for each layer."""
-    if isinstance(value, list):
-        return [_repeat(name, item, rows) for item in value] if isinstance(value[0], Tensor) else value * rows
-    if not isinstance(value, Tensor) or name in SHARED or value.shape[:1] != (1,):
-        return value
-    return value.repeat(rows, *[1] * (value.dim() - 1))
 
 
 # Example inputs -------------------------------------------------------------------------------------------------------
@@ -306,139 +294,108 @@ def layouts(host: nn.Module) -> list[Layout]:
 
 def example_inputs(host: nn.Module, layout: Layout, grid: Grid, rows: int, generator: torch.Generator) -> Arguments:
     """Return random arguments of a host, by the names that its forward has."""
-    config = getattr(host, "config", {})
-    width = next((width for name in TEXT_WIDTHS if isinstance(width := config.get(name), int) and width), None)
-    example = _Example(config, rows, layout, grid, width, generator, device_of(host), dtype_of(host))
-    values = example.texts() | example.positions() | example.pictures() | example.conditions()
-    names = list(inspect.signature(type(inner_host(host)).forward).parameters)[1:]
-    return {name: values[name] for name in names if values.get(name) is not None}
+    config: Keywords = getattr(host, "config", {})
+    device, dtype, (frames, height, width) = device_of(host), dtype_of(host), grid
 
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, device=generator.device).to(device, dtype)
 
-@dataclass(frozen=True)
-class _Example:
-    """Example arguments by name; None to leave one out."""
+    def full(*shape: int, value: int = 1) -> Tensor:
+        return torch.full(shape, value, device=device)
 
-    config: Keywords
-    rows: int
-    layout: Layout
-    grid: Grid
-    width: int | None
-    generator: torch.Generator
-    device: torch.device
-    dtype: torch.dtype
-
-    def random(self, *shape: int) -> Tensor:
-        return torch.randn(*shape, generator=self.generator, device=self.generator.device).to(self.device, self.dtype)
-
-    def full(self, *shape: int, value: int = 1) -> Tensor:
-        return torch.full(shape, value, device=self.device)
-
-    def vectors(self, name: str, *length: int) -> Tensor | None:
+    def vectors(name: str, *length: int) -> Tensor | None:
         """Return vectors (b, …, width) where the config has this width."""
-        width = self.config.get(name)
-        return self.random(self.rows, *length, width) if isinstance(width, int) and width else None
+        size = config.get(name)
+        return random(rows, *length, size) if isinstance(size, int) and size else None
 
-    def texts(self) -> Arguments:
-        """Return texts, those of several layers of an encoder in the host's order of axes, and their masks."""
-        text = None if self.width is None else self.random(self.rows, TEXT, self.width)
-        layers, injected = self.config.get("num_text_layers"), self.config.get("injection_layer_ids")
-        states = text
-        if self.width and layers:
-            states = self.random(self.rows, TEXT, layers, self.width)
-        elif self.width and injected:
-            states = self.random(self.rows, len(injected) + 1, TEXT, self.width)
-        blocks = self.config.get("num_layers", 0) + self.config.get("num_single_layers", 0)
-        mask = self.full(self.rows, TEXT)
-        picture = self.full(self.rows, math.prod(self.grid) // 4)
-        masks = ("encoder_hidden_states_mask", "encoder_attention_mask", "encoder_attention_mask_2", "encoder_mask")
-        return dict.fromkeys(masks, mask.bool()) | {
-            "text_embedding_mask": mask,
-            "text_embedding_mask_t5": mask,
-            "img_mask": torch.cat([0 * mask, picture], 1).bool(),
-            "encoder_hidden_states": states,
-            "encoder_hidden_states_2": self.vectors("text_embed_2_dim", TEXT),
-            "encoder_hidden_states_t5": self.vectors("cross_attention_dim_t5", TEXT),
-            "image_embeds": self.vectors("image_embed_dim", TEXT),
-            "audio_encoder_hidden_states": text,
-            "text_bth": text,
-            "text_lens": self.full(self.rows, value=TEXT),
-            "text_encoder_layers": [self.vectors("text_encoder_dim", TEXT) for _ in range(blocks)],
-        }
-
-    def positions(self) -> Arguments:
-        """Return positions: frame, row and column (l, 3) of each token, (l, 4) where the host has one axis more."""
-        axes = [torch.arange(size, device=self.device) for size in self.grid]
-        tokens = torch.stack(torch.meshgrid(*axes, indexing="ij"), -1).reshape(-1, 3).to(self.dtype)
-        tokens = F.pad(tokens, (0, max(len(self.config.get("axes_dims_rope") or axes) - 3, 0)))
-        text = tokens[:1].repeat(TEXT, 1) * 0
-        rotations = None
-        if self.config.get("scaling_factor"):  # hosts that take rotary positions from their pipeline
-            angles = self.random(32, 32, self.config["hidden_size"] // self.config["num_attention_heads"] // 2).float()
-            rotations = torch.polar(torch.ones_like(angles), angles)
-        return {
-            "img_ids": tokens,
-            "txt_ids": text,
-            "position_ids": torch.cat([text, tokens]),
-            "visual_rope_pos": tuple(axes),
-            "text_rope_pos": torch.arange(TEXT, device=self.device),
-            "image_rotary_emb": rotations,
-            "cross_attention_kwargs": None if rotations is None else {},
-            "img_shapes": [[self.grid]] * self.rows,
-            "num_frames": self.grid[0],
-            "height": self.grid[1],
-            "width": self.grid[2],
-        }
-
-    def like_picture(self, channels: int | None, frames: int) -> Tensor | None:
+    def like_picture(channels: int | None, frames: int) -> Tensor | None:
         """Return another picture of this size with as many channels and frames."""
         if not channels or not frames:
             return None
-        return self.random(*replace(self.layout, channels=channels).shape(self.rows, (frames, *self.grid[1:])))
+        return random(*replace(layout, channels=channels).shape(rows, (frames, height, width)))
 
-    def pictures(self) -> Arguments:
-        """Return the picture or sound, and others beside it."""
-        frames, config, shape = self.grid[0], self.config, self.layout.shape(self.rows, self.grid)
-        face, sound = config.get("motion_encoder_size"), config.get("audio_in_channels")
-        acoustic = config.get("audio_acoustic_hidden_dim")
-        context = config["in_channels"] - acoustic if acoustic else None
-        return {
-            "hidden_states": self.random(*shape),
-            "pose_hidden_states": self.like_picture(config.get("latent_channels"), frames - 1),
-            "control_hidden_states": self.like_picture(config.get("vace_in_channels"), frames),
-            "context_latents": self.random(*shape[:2], context) if context else None,
-            "face_pixel_values": self.random(self.rows, 3, 4 * frames - 4, face, face) if face else None,
-            "audio_hidden_states": self.random(self.rows, FRAMES, sound) if sound else None,
-            "audio_num_frames": FRAMES,
-            "prior_token_id": self.full(self.rows, math.prod(self.grid)),
-            "prior_token_drop": self.full(self.rows, value=0).bool(),
-            "padding_mask": self.random(1, 1, 8, 8) * 0,
-        }
-
-    def times(self, step: int) -> Tensor:
+    def times(step: int) -> Tensor:
         """Return a timestep (b,), or (b, frames) for hosts whose frames have timesteps of their own."""
-        frames = (self.grid[0],) if "deltatime_type" in self.config else ()
-        return self.full(self.rows, *frames, value=step).to(self.dtype)
+        by_frame = (frames,) if "deltatime_type" in config else ()
+        return full(rows, *by_frame, value=step).to(dtype)
 
-    def conditions(self) -> Arguments:
-        """Return timesteps, pooled texts, classes and sizes."""
-        config, sizes = self.config, self.full(self.rows, 2, value=16).to(self.dtype)
-        sized = config.get("use_additional_conditions", config.get("sample_size") == 128)
-        states = self.vectors("global_states_input_dim", 1)
-        return {
-            "timestep": self.times(7),
-            "r_timestep": self.times(3),
-            "timestep_r": None if config.get("use_meanflow") is False else self.times(3),
-            "chunk_partition": (1, self.grid[0] - 1),
-            "pooled_projections": self.vectors("in_text_dim2" if "in_text_dim2" in config else "pooled_projection_dim"),
-            "global_hidden_states": self.vectors("global_cond_dim") if states is None else states,
-            "class_labels": self.full(self.rows) if config.get("num_embeds_ada_norm") else None,
-            "guidance": self.full(self.rows).float() if config.get("guidance_embeds") else None,
-            "original_size": sizes,
-            "target_size": sizes,
-            "crop_coords": sizes * 0,
-            "added_cond_kwargs": dict.fromkeys(("resolution", "aspect_ratio"))
-            | ({"resolution": sizes, "aspect_ratio": sizes[:, :1]} if sized else {}),
-            "image_meta_size": self.full(self.rows, 6).float(),
-            "style": self.full(self.rows, value=0),
-            "fps": 24,
-        }
+    # A text; of several layers of an encoder in the host's order of axes.
+    size = next((size for name in TEXT_WIDTHS if isinstance(size := config.get(name), int) and size), None)
+    text = states = None if size is None else random(rows, TEXT, size)
+    if size and config.get("num_text_layers"):
+        states = random(rows, TEXT, config["num_text_layers"], size)
+    elif size and config.get("injection_layer_ids"):
+        states = random(rows, len(config["injection_layer_ids"]) + 1, TEXT, size)
+    blocks, mask = config.get("num_layers", 0) + config.get("num_single_layers", 0), full(rows, TEXT)
+    # Frame, row and column (l, 3) of each token, (l, 4) where the host has one axis more.
+    axes = [torch.arange(size, device=device) for size in grid]
+    places = torch.stack(torch.meshgrid(*axes, indexing="ij"), -1).reshape(-1, 3).to(dtype)
+    places = F.pad(places, (0, max(len(config.get("axes_dims_rope") or axes) - 3, 0)))
+    text_places, rotations = places[:1].repeat(TEXT, 1) * 0, None
+    if config.get("scaling_factor"):  # hosts that take rotary positions from their pipeline
+        angles = random(32, 32, config["hidden_size"] // config["num_attention_heads"] // 2).float()
+        rotations = torch.polar(torch.ones_like(angles), angles)
+    face, sound = config.get("motion_encoder_size"), config.get("audio_in_channels")
+    shape, acoustic = layout.shape(rows, grid), config.get("audio_acoustic_hidden_dim")
+    sizes = full(rows, 2, value=16).to(dtype)
+    sized = config.get("use_additional_conditions", config.get("sample_size") == 128)
+    global_states = vectors("global_states_input_dim", 1)
+    pooled = "in_text_dim2" if "in_text_dim2" in config else "pooled_projection_dim"
+    values = {
+        "encoder_hidden_states": states,
+        "encoder_hidden_states_2": vectors("text_embed_2_dim", TEXT),
+        "encoder_hidden_states_t5": vectors("cross_attention_dim_t5", TEXT),
+        "encoder_hidden_states_mask": mask.bool(),
+        "encoder_attention_mask": mask.bool(),
+        "encoder_attention_mask_2": mask.bool(),
+        "encoder_mask": mask.bool(),
+        "text_embedding_mask": mask,
+        "text_embedding_mask_t5": mask,
+        "image_embeds": vectors("image_embed_dim", TEXT),
+        "audio_encoder_hidden_states": text,
+        "text_bth": text,
+        "text_lens": full(rows, value=TEXT),
+        "text_encoder_layers": [vectors("text_encoder_dim", TEXT) for _ in range(blocks)],
+        "img_mask": torch.cat([0 * mask, full(rows, math.prod(grid) // 4)], 1).bool(),
+        # Positions.
+        "img_ids": places,
+        "txt_ids": text_places,
+        "position_ids": torch.cat([text_places, places]),
+        "visual_rope_pos": tuple(axes),
+        "text_rope_pos": torch.arange(TEXT, device=device),
+        "image_rotary_emb": rotations,
+        "cross_attention_kwargs": None if rotations is None else {},
+        "img_shapes": [[grid]] * rows,
+        "num_frames": frames,
+        "height": height,
+        "width": width,
+        # The picture or sound, and others beside it.
+        "hidden_states": random(*shape),
+        "pose_hidden_states": like_picture(config.get("latent_channels"), frames - 1),
+        "control_hidden_states": like_picture(config.get("vace_in_channels"), frames),
+        "context_latents": random(*shape[:2], config["in_channels"] - acoustic) if acoustic else None,
+        "face_pixel_values": random(rows, 3, 4 * frames - 4, face, face) if face else None,
+        "audio_hidden_states": random(rows, FRAMES, sound) if sound else None,
+        "audio_num_frames": FRAMES,
+        "prior_token_id": full(rows, math.prod(grid)),
+        "prior_token_drop": full(rows, value=0).bool(),
+        "padding_mask": random(1, 1, 8, 8) * 0,
+        # Timesteps, pooled texts, classes and sizes.
+        "timestep": times(7),
+        "r_timestep": times(3),
+        "timestep_r": None if config.get("use_meanflow") is False else times(3),
+        "chunk_partition": (1, frames - 1),
+        "pooled_projections": vectors(pooled),
+        "global_hidden_states": vectors("global_cond_dim") if global_states is None else global_states,
+        "class_labels": full(rows) if config.get("num_embeds_ada_norm") else None,
+        "guidance": full(rows).float() if config.get("guidance_embeds") else None,
+        "original_size": sizes,
+        "target_size": sizes,
+        "crop_coords": sizes * 0,
+        "added_cond_kwargs": dict.fromkeys(("resolution", "aspect_ratio"))
+        | ({"resolution": sizes, "aspect_ratio": sizes[:, :1]} if sized else {}),
+        "image_meta_size": full(rows, 6).float(),
+        "style": full(rows, value=0),
+        "fps": 24,
+    }
+    return {name: values[name] for name in forward_arguments(host) if values.get(name) is not None}

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mmattn.errors import ConditionError, ConfigError, ShapeError, check_float
-from mmattn.hosts.diffusion.heads import SHARED
+from mmattn.hosts.diffusion.heads import stack_rows
 from mmattn.hosts.diffusion.model import AdaptedDenoiser
 from mmattn.hosts.diffusion.scale import AdapterScale
 
@@ -80,7 +80,7 @@ class Guidance:
         inputs, null_inputs = dict(inputs or {}), dict(null_inputs or {})
         if unknown := set(null_inputs) - set(inputs):
             raise ConfigError(f"null_inputs names {sorted(unknown)}, which inputs lacks: give each to both")
-        both_inputs = {name: _both(name, null_inputs.get(name, value), value) for name, value in inputs.items()}
+        both_inputs = {name: stack_rows(name, [null_inputs.get(name, value), value]) for name, value in inputs.items()}
         both_text, both_mask = _both_texts(model, text, text_mask, null_text)
         prepared = None if memory is None else {name: source.shared for name, source in model.bind(memory).items()}
         conditional = model.make_call(prepared, adapter_scale, text_mask=text_mask)
@@ -123,14 +123,3 @@ def _both_texts(
     real = whole.clone()
     real[:, null.shape[1] :] = False
     return both, torch.cat([real, whole if mask is None else mask])
-
-
-def _both(name: str, null: object, value: object) -> object:
-    """Return an argument for the rows of ε(∅) and then of ε(c); of a list by layer or a mapping, each of them."""
-    if isinstance(value, Mapping):
-        return {key: _both(key, null[key], each) for key, each in value.items()}  # type: ignore[index]
-    if isinstance(value, list) and value and isinstance(value[0], Tensor):
-        return [_both(name, *each) for each in zip(null, value, strict=True)]  # type: ignore[call-overload]
-    if not isinstance(value, Tensor) or not value.dim() or name in SHARED:
-        return value
-    return torch.cat([null, value])  # type: ignore[list-item]

@@ -6,8 +6,8 @@ transformer of diffusers has a class of its own. Some have other names for the s
 
 from __future__ import annotations
 
-import inspect
-from typing import cast
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,7 @@ from mmattn.adapters.host_models import device_of, dtype_of, is_on_disk
 from mmattn.adapters.protocols import HeadSizes
 from mmattn.core.projection import is_plain_linear
 from mmattn.errors import AttachError
-from mmattn.hosts.peft import inner_host
+from mmattn.hosts.keywords import keywords_of
 
 #: Names of the same thing in different layers: of the picture's, where text has projections of its own.
 _QUERIES, _FUSED = ("to_q", "to_query"), ("to_qkv", "img_qkv_proj", "img_attn_qkv")
@@ -48,26 +48,36 @@ def is_of_diffusers(model: nn.Module) -> bool:
 
 def takes_hidden_states(model: nn.Module) -> bool:
     """Return whether a model is called with `hidden_states` and a `timestep`."""
-    return {"hidden_states", "timestep"} <= set(_parameters(model))
+    return keywords_of(model) >= {"hidden_states", "timestep"}
 
 
-def _parameters(host: nn.Module) -> tuple[str, ...]:
-    return tuple(inspect.signature(type(inner_host(host)).forward).parameters)[1:]
-
-
-def forward_arguments(host: nn.Module) -> tuple[str, ...]:
-    """Return the names of the arguments of a host's forward, in their order."""
-    names = _parameters(host)
-    if "timestep" not in names or not {"sample", "hidden_states"} & set(names):
+def forward_arguments(host: nn.Module) -> frozenset[str]:
+    """Return the names of the arguments of a host's forward."""
+    names = keywords_of(host)
+    if "timestep" not in names or not {"sample", "hidden_states"} & names:
         raise AttachError(
-            f"{type(host).__name__} is called with {', '.join(names)}: no picture (sample or hidden_states) and "
-            "timestep, which adapters beside cross-attention layers must know"
+            f"{type(host).__name__} is called with {', '.join(sorted(names))}: no picture (sample or hidden_states) "
+            "and timestep, which adapters beside cross-attention layers must know"
         )
     return names
 
 
 #: Arguments of which there is one for all rows.
 SHARED = ("img_ids", "txt_ids", "padding_mask", "position_ids", "text_rope_pos", "image_rotary_emb")
+
+
+def stack_rows(name: str, values: Sequence[Any]) -> Any:
+    """Return an argument of a host in several calls as that of one call with all their rows."""
+    value = values[-1]
+    if isinstance(value, Mapping):
+        return {key: stack_rows(key, [each[key] for each in values]) for key in value}
+    if isinstance(value, list) and value and isinstance(value[0], Tensor):  # for each layer
+        return [stack_rows(name, each) for each in zip(*values, strict=True)]
+    if isinstance(value, list):
+        return [row for each in values for row in each]
+    if not isinstance(value, Tensor) or not value.dim() or name in SHARED:
+        return value
+    return torch.cat([*values])
 
 
 def is_attention(attn: nn.Module) -> bool:

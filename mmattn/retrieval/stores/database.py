@@ -8,12 +8,13 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import torch
 from pydantic import BaseModel, Field, NonNegativeInt
 from safetensors.torch import load, save
 from torch import Tensor
+from typing_extensions import Self
 
 from mmattn.errors import AdapterFileError, ConfigError, IndexFileError
 from mmattn.retrieval.entries import MAX_METADATA, Entries, Filter, Id, check_keys, values_of, write_entries
@@ -165,8 +166,9 @@ class DatabaseStore(ABC):
     @abstractmethod
     def _insert(self, rows: list[Row]) -> None: ...
 
-    @abstractmethod
-    def _replace(self, rows: list[Row]) -> None: ...
+    def _replace(self, rows: list[Row]) -> None:
+        self._delete([row.id for row in rows])
+        self._insert(rows)
 
     @abstractmethod
     def _nearest(self, queries: Tensor, count: int, facts: list[list[str]]) -> list[list[Row]]:

@@ -171,23 +171,16 @@ class PgvectorStore(DatabaseStore):
         return [_as_row(row) for row in self._run(f"SELECT {_ROW} FROM {{table}} {where}", {"ids": ids})]
 
     def _insert(self, rows: list[Row]) -> None:
-        self._copy(rows)
-        state = self._read_state()
-        if rows[-1].place >= _FEW and state["indexed"] is False:
-            over, operators = self._compared.replace("entry.", ""), "l2" if self.metric == "l2" else "ip"
-            self._run(f"CREATE INDEX ON {{table}} USING hnsw (({over}) vector_{operators}_ops)")
-            self._write_state({**state, "indexed": True})
-
-    def _replace(self, rows: list[Row]) -> None:
-        self._delete([row.id for row in rows])
-        self._copy(rows)
-
-    def _copy(self, rows: list[Row]) -> None:
         statement = self._sql("COPY {table} (place, id, text, metadata, facts, vector, tokens) FROM STDIN")
         with self._connected().cursor() as cursor, cursor.copy(statement) as copy:
             for row in rows:
                 vector = dumps(row.vector.tolist())
                 copy.write_row((row.place, row.id, dumps(row.text), row.metadata, row.facts, vector, row.tokens))
+        state = self._read_state()
+        if rows[-1].place >= _FEW and state["indexed"] is False:
+            over, operators = self._compared.replace("entry.", ""), "l2" if self.metric == "l2" else "ip"
+            self._run(f"CREATE INDEX ON {{table}} USING hnsw (({over}) vector_{operators}_ops)")
+            self._write_state({**state, "indexed": True})
 
     def _nearest(self, queries: Tensor, count: int, facts: list[list[str]]) -> list[list[Row]]:
         conditions = {f"facts_{number}": part for number, part in enumerate(facts)}

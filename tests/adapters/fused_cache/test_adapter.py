@@ -117,34 +117,31 @@ def test_what_lies_in_padding_changes_nothing() -> None:
 
 def test_what_is_refused() -> None:
     """Other memories, models and texts are refused in words, and so is what the text of a request does not tell."""
-    model, ids = adapted("llama"), tiny.text(2, 7)
-    memory = read(ids)
-    for wrong in (composing.along(), torch.zeros(2, 3, 4)):
-        with pytest.raises(ShapeError, match="prefill"):
-            model(ids, memory=wrong)
-    with pytest.raises(ShapeError, match="layer 4"):
-        model(ids, memory=replace(memory, states=memory.states[:3]))
-    with pytest.raises(ShapeError, match="memory_dim"):
-        model(ids, memory=replace(memory, states=tuple(one[..., :5] for one in memory.states)))
-    with pytest.raises(ConditionError, match="token 3 of row 1"):
-        other = ids.clone()
-        other[1, 3] += 1
-        model(other, memory=memory)
-    with pytest.raises(ConditionError, match="use generate"):
-        model.generate_batch([ids[0].tolist()], memory=[read(ids[:1])])
-    with pytest.raises(ConfigError, match="it has no example"):
-        FusedCacheAdapter(24).example_memory(torch.Generator())
-    with pytest.raises(ConfigError, match="one layer for each"):
-        FusedCacheAdapter(24, layers=(0, 1), augmenting_layers=(0,))
-    with pytest.raises(AttachError, match="name one for each"):
-        mmattn.attach(tiny.make("llama"), FusedCacheAdapter(24, augmenting_layers=(0,)))
-    lm = composing.along()
-    with pytest.raises(ShapeError, match="input_ids"):
-        lm.prefill(torch.zeros(2, 3))
-    with pytest.raises(ShapeError, match="attention_mask"):
-        lm.prefill(ids, torch.ones(2, 3))
-    with pytest.raises(ConditionError, match="ComposedAdapter"):
-        mmattn.AugmentingModel(tiny.make("mamba")).prefill(ids)
+    model, ids, lm = adapted("llama"), tiny.text(2, 7), composing.along()
+    memory, other, mamba = read(ids), ids.clone(), mmattn.AugmentingModel(tiny.make("mamba"))
+    other[1, 3] += 1
+    few, narrow = (
+        replace(memory, states=states) for states in (memory.states[:3], tuple(one[..., :5] for one in memory.states))
+    )
+    one_row = {"inputs": [ids[0].tolist()], "memory": [read(ids[:1])]}
+    in_two_layers = {"layers": (0, 1), "augmenting_layers": (0,)}
+    in_all_layers = FusedCacheAdapter(24, augmenting_layers=(0,))
+    for call, error, words in (
+        (lambda: model(ids, memory=composing.along()), ShapeError, "prefill"),
+        (lambda: model(ids, memory=torch.zeros(2, 3, 4)), ShapeError, "prefill"),
+        (lambda: model(ids, memory=few), ShapeError, "layer 4"),
+        (lambda: model(ids, memory=narrow), ShapeError, "memory_dim"),
+        (lambda: model(other, memory=memory), ConditionError, "token 3 of row 1"),
+        (lambda: model.generate_batch(**one_row), ConditionError, "use generate"),
+        (lambda: FusedCacheAdapter(24).example_memory(torch.Generator()), ConfigError, "it has no example"),
+        (lambda: FusedCacheAdapter(24, **in_two_layers), ConfigError, "one layer for each"),
+        (lambda: mmattn.attach(tiny.make("llama"), in_all_layers), AttachError, "name one for each"),
+        (lambda: lm.prefill(torch.zeros(2, 3)), ShapeError, "input_ids"),
+        (lambda: lm.prefill(ids, torch.ones(2, 3)), ShapeError, "attention_mask"),
+        (lambda: mamba.prefill(ids), ConditionError, "ComposedAdapter"),
+    ):
+        with pytest.raises(error, match=words):
+            call()
 
 
 NEW = 6

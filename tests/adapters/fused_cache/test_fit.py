@@ -84,11 +84,10 @@ def test_the_host_reads_no_prompt(family: str) -> None:
     ids, mask = tiny.left_padded([tiny.text(1, length, seed=length)[0] for length in (13, 9)])
     memory = other.prefill(ids[:, :11], mask[:, :11])
     widths: list[int] = []
-    hook = tiny.decoder_layers(model.host)[0].register_forward_pre_hook(
+    with tiny.decoder_layers(model.host)[0].register_forward_pre_hook(
         lambda _, args, kwargs: widths.append((args[0] if args else kwargs["hidden_states"]).shape[1]), with_kwargs=True
-    )
-    text = model.generate(ids, attention_mask=mask, memory=memory, **GREEDY)
-    hook.remove()
+    ):
+        text = model.generate(ids, attention_mask=mask, memory=memory, **GREEDY)
     assert widths == [3, *[1] * (NEW - 1)]
     for end in range(13, 13 + NEW):
         seen = torch.cat([mask, torch.ones(2, end - 13, dtype=torch.long)], 1)

@@ -9,7 +9,7 @@ import torch
 
 import mmattn
 from mmattn.adapters import JoinedAdapter, PassageAdapter
-from mmattn.errors import AttachError, ConditionError, ConfigError
+from mmattn.errors import AttachError, ConfigError
 from tests import tiny
 from tests.adapters.joined_hosts import CLOSE, answer, distance, rectangular
 
@@ -101,15 +101,12 @@ def test_beside_others() -> None:
 
 
 def test_what_is_refused() -> None:
-    """Settings and layers that cannot be, and other attention functions."""
-    model, ids = adapted("llama"), tiny.text(2)
+    """Settings and layers that cannot be."""
+    model = adapted("llama")
     with pytest.raises(ConfigError, match="every or layers"):
         JoinedAdapter(tiny.MEMORY_DIM, every=2, layers=(1,))
     with pytest.raises(AttachError, match="layers 0 to 2"):
         mmattn.attach(model, JoinedAdapter(tiny.MEMORY_DIM, layers=(3,)), "deep")
-    model.host.config._attn_implementation = "flash_attention_2"
-    with pytest.raises(ConditionError, match="set_attn_implementation"):
-        model(ids, memory=tiny.memory(2))
 
 
 def test_packed_rows() -> None:

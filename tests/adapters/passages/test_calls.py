@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import ContinuousBatchingConfig, GenerationConfig
 
 import mmattn
 from mmattn.errors import ConditionError
@@ -80,32 +79,12 @@ def test_continuous_batching(family: str) -> None:
     model, passages = reader(family)
     prompts = [list(TEXT[:4]), list(TEXT), list(TEXT[2:9]), list(TEXT[:4])]
     memories = [passages.select([[0]]), passages.select([[2, 1]]), None, passages.select([[1, 0, 2]])]
-    settings = {
-        "generation_config": GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0),
-        "continuous_batching_config": ContinuousBatchingConfig(num_blocks=64, page_size=16, max_batch_tokens=64),
-    }
-    result = [one.generated_tokens for one in model.generate_batch(prompts, memory=memories, **settings).values()]
+    answers = model.generate_batch(prompts, memory=memories, **tiny.paged(NEW))
+    result = [one.generated_tokens for one in answers.values()]
     for ids, memory, written in zip(prompts, memories, result, strict=True):
         alone = model.generate(torch.tensor([ids]), memory=memory, max_new_tokens=NEW, do_sample=False, pad_token_id=0)
         assert written == alone[0, len(ids) :].tolist()
     assert result[0] != result[3]
-
-
-def test_two_that_stand_before_the_text_are_refused() -> None:
-    """Two adapters cannot both put passages at the first positions."""
-    model, passages = reader("llama")
-    model = mmattn.attach(model, mmattn.adapters.PassageAdapter(), "more")
-    with pytest.raises(ConditionError, match="before one text"):
-        answer(model, text(), memory={"default": passages.select([[0]]), "more": _of(model, "more")})
-
-
-def _of(model: Any, name: str) -> Any:
-    """Passages read for one of several passage adapters."""
-    model.set_adapter(name)
-    cache = mmattn.hosts.PassageCache(model, adapter=name)
-    cache.add(PASSAGES[:1], progress=False)
-    model.set_adapter(["default", name])
-    return cache.select([[0]])
 
 
 def test_layers_that_lost_their_hook_are_noticed() -> None:

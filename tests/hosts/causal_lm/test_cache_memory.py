@@ -42,11 +42,6 @@ def without_gradients() -> Iterator[None]:
         yield
 
 
-@pytest.fixture
-def model() -> Any:
-    return tiny.attach(tiny.make("llama"))
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_read_without_a_memory(family: str) -> None:
     """Invariant 141: refused, also as a copy, in a block and by `generate`; without one it goes on."""

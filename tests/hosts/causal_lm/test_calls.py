@@ -21,11 +21,8 @@ IMAGE = 1  # tiny.text never draws it
 families = pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt2", "bloom"])
 
 
-@torch.no_grad()
-def generate(model, ids, **kwargs):
-    """New tokens only (b, NEW); none of them is the token of an image."""
-    settings = {"max_new_tokens": NEW, "do_sample": False, "suppress_tokens": [IMAGE]} | kwargs
-    return model.generate(ids, **settings)[:, ids.shape[1] :]
+# None of the new tokens is that of an image.
+generate = functools.partial(tiny.written, new=NEW, suppress_tokens=[IMAGE])
 
 
 @families

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -213,9 +213,8 @@ def test_a_block_of_an_export_holds_in_its_thread_alone(read):
     class Meanwhile(nn.Module):
         def forward(self, input_ids, tokens):
             with model.condition(mmattn.Memory(tokens, check_finite=False)):
-                thread = threading.Thread(target=call)
-                thread.start()
-                thread.join()
+                with ThreadPoolExecutor(1) as pool:
+                    pool.submit(call).result()
                 return model.host(input_ids, use_cache=False).logits
 
     memory = tiny.memory(ROWS)

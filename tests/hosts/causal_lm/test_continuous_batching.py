@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 import weakref
 from collections.abc import Sequence
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import CompileConfig, ContinuousBatchingConfig, GenerationConfig
+from transformers import CompileConfig
 
 import mmattn
 from mmattn.errors import ConditionError, ShapeError
@@ -17,13 +18,7 @@ from mmattn.hosts.causal_lm import continuous_batching as requests
 from tests import tiny
 
 NEW = 7
-#: Few blocks: with its default size the cache of a tiny host takes a minute on a CPU.
-SMALL = {"num_blocks": 64, "page_size": 16, "max_batch_tokens": 64}
-
-
-def settings(**more: Any) -> dict[str, Any]:
-    answers = GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    return {"generation_config": answers, "continuous_batching_config": ContinuousBatchingConfig(**SMALL | more)}
+settings = functools.partial(tiny.paged, NEW)
 
 
 def prompts(lengths: Sequence[int]) -> list[list[int]]:

@@ -13,7 +13,7 @@ from transformers import CompileConfig, ContinuousBatchingConfig, GenerationConf
 import mmattn
 from mmattn.errors import ConditionError
 from tests import tiny
-from tests.hosts.causal_lm.test_continuous_batching import SMALL, gathered, one_by_one, prompts, settings, tokens
+from tests.hosts.causal_lm.test_continuous_batching import gathered, one_by_one, prompts, settings, tokens
 
 BATCHING: dict[str, tuple[Any, ...]] = {
     "page_size": (8,),
@@ -174,8 +174,9 @@ def test_a_compiled_batch_is_refused_wherever_it_is_asked_for() -> None:
 def test_settings_inside_a_generation_config_are_read() -> None:
     """Invariant 147."""
     model, inputs, memories, wanted = batch()
-    given = settings()["generation_config"]
-    given.continuous_batching_config = ContinuousBatchingConfig(**SMALL, return_logprobs=True)
+    both = settings(return_logprobs=True)
+    given = both["generation_config"]
+    given.continuous_batching_config = both["continuous_batching_config"]
     answers = model.generate_batch(inputs[:1], memory=memories[:1], generation_config=given)
     assert tokens(answers) == wanted[:1]
     assert all(len(one.logprobs) == len(one.generated_tokens) for one in answers.values())

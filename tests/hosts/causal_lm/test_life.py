@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mmattn
 from mmattn.errors import ConditionError, MmattnError
-from mmattn.hosts.hooks import AfterLayer
+from mmattn.hosts.hooks import CrossAttentionHook
 from mmattn.testing.case import no_trace, traces
 from tests import tiny
 from tests.tiny import assert_close, differs, own
@@ -175,7 +175,7 @@ def test_checkpointing_in_which_memory_or_gradients_would_be_lost_is_refused(ids
         model(ids, labels=ids, memory=tiny.memory(ROWS), use_cache=False)
     layer, x = OlderLayer(torch.nn.Identity()), torch.randn(2, 3, 5)
     layer.gradient_checkpointing = True
-    hook = AfterLayer(model, 0)
+    hook = CrossAttentionHook(model, 0, "after").after
     with pytest.raises(ConditionError, match="upgrade transformers"):
         hook(layer.train(), (x,), x)
     assert hook(layer.eval(), (x,), x) is x

@@ -113,18 +113,6 @@ def test_documents_of_one_token() -> None:
     tiny.assert_close(model(**packed, memory=memory).logits[0], padded.logits[texts.real])
 
 
-@pytest.mark.parametrize("family", [family for family in tiny.DISTINCT if family in APART] + ["mpt"])
-def test_documents_never_see_each_others_memory(family: str, texts: Texts) -> None:
-    """Invariant 50."""
-    model, memory = tiny.attach(tiny.make(family)), tiny.memory(len(LENGTHS))
-    with torch.no_grad():
-        before = model(**texts.packed, memory=memory).logits[0].split(list(LENGTHS))
-        memory.tokens[1] = float("inf")
-        other = mmattn.Memory(torch.where(memory.tokens.isinf(), torch.ones(()), memory.tokens))
-        after = model(**texts.packed, memory=other).logits[0].split(list(LENGTHS))
-    assert [torch.equal(a, b) for a, b in zip(before, after, strict=True)] == [True, False, True, True]
-
-
 @pytest.mark.parametrize("how", ["condition", "base_model", "checkpointing", "inputs_embeds", "a mask of ones"])
 def test_in_every_way_of_calling(how: str, texts: Texts) -> None:
     model, memory = tiny.attach(tiny.make("llama")), tiny.memory(len(LENGTHS))

@@ -161,7 +161,7 @@ def test_a_request_that_is_not_finite_ends_alone(case: Any) -> None:
     model, rows, ids = isolation.make_model(kind, dtype), memories(kind), tiny.text(3, 5)
 
     def answers(given: list[Any]) -> list[Any]:
-        settings = isolation.settings()
+        settings = tiny.paged(isolation.NEW)
         config = settings["generation_config"].to_diff_dict() | more
         settings["generation_config"] = GenerationConfig(**config)
         return list(model.generate_batch(ids.tolist(), memory=given, **settings).values())

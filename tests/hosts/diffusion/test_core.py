@@ -146,7 +146,7 @@ def test_the_texts_keys_and_values_are_those_of_the_text(model):
     count, plain = len(model.layer_names), mmattn.attach(tiny_unets.make()).host
 
     def check(made, words=words, **more):
-        with tiny_unets.counting(*text_projections(model)) as ran:
+        with tiny.counting(*text_projections(model)) as ran:
             got = model.host(sample, time, words, **more).sample
         assert len(ran) == made * count
         with model.disable_adapter():
@@ -169,7 +169,7 @@ def test_the_texts_keys_and_values_are_those_of_the_text(model):
         assert differs(check(1, encoder_attention_mask=MASK.flip(0).long())[::2], first[::2])
         check(0)
         model.layer(0).to_k.weight.mul_(1.5), plain.get_submodule(model.layer_names[0]).to_k.weight.mul_(1.5)
-        with tiny_unets.counting(*text_projections(model)) as ran:
+        with tiny.counting(*text_projections(model)) as ran:
             model.host(sample, time, words)
         assert len(ran) == 1
         check(0)
@@ -195,7 +195,7 @@ def test_text_that_a_layer_normalises_is_projected_once_too():
     layers = [model.layer(index) for index in range(len(model.layer_names))]
     args, _ = tiny_unets.given("k")
     want = model.host(*args).sample
-    with tiny_unets.counting(*text_projections(model)) as ran, model.condition(None):
+    with tiny.counting(*text_projections(model)) as ran, model.condition(None):
         for _ in range(3):
             assert torch.equal(model.host(*args).sample, want)
         assert len(ran) == len(layers)
@@ -211,7 +211,7 @@ def test_keys_and_values_of_the_text_are_kept_over_steps():
     # The caption is projected at every step; keys and values are those of what is projected.
     other = batch | {"encoder_hidden_states": batch["encoder_hidden_states"].roll(1, 0)}
     layers = [model.layer(index).to_k for index in range(2)]
-    with tiny_unets.counting(*layers) as ran, model.condition(tiny.memory(ROWS)):
+    with tiny.counting(*layers) as ran, model.condition(tiny.memory(ROWS)):
         first, second = ask(model.host, batch), ask(model.host, other)
         assert len(ran) == 4 and differs(first, second)
         for _ in range(2):  # as guidance calls a host for each half in turn

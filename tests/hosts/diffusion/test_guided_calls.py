@@ -58,12 +58,9 @@ def answers_of(pipe, settings, context=None, steps=1):
     hook = pipe.transformer.register_forward_hook(
         lambda host, args, given, out: heard.append((given, out[0].clone())), with_kwargs=True
     )
-    try:
-        with context or torch.no_grad():
-            generator = torch.Generator().manual_seed(0)
-            pipe(num_inference_steps=steps, output_type="latent", generator=generator, **settings)
-    finally:
-        hook.remove()
+    with hook, context or torch.no_grad():
+        generator = torch.Generator().manual_seed(0)
+        pipe(num_inference_steps=steps, output_type="latent", generator=generator, **settings)
     return heard
 
 

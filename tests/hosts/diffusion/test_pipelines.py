@@ -161,7 +161,7 @@ def test_keys_and_values_are_made_once_for_a_picture(draw, core):
     places = range(len(model.layer_names))
     ours = [block.k_proj for block in model.adapters["default"].blocks.values()]
     theirs = [model.layer(index).to_k for index in places]
-    with tiny_unets.counting(*ours) as ran, tiny_unets.counting(*theirs) as read:
+    with tiny.counting(*ours) as ran, tiny.counting(*theirs) as read:
         with model.condition(memory, guided=True):
             draw()
         assert len(ran) == len(places)

@@ -86,11 +86,10 @@ def test_one_host_inside_the_forward_of_another():
     outer, inner = (tiny_unets.attach(tiny_unets.make(seed=seed)) for seed in (0, 1))
     memory, map_, heard = tiny.memory(ROWS), torch.rand(ROWS, tiny_unets.HEIGHT, tiny_unets.WIDTH), []
     want, alone = run(outer, memory, adapter_scale=map_), run(inner, memory, adapter_scale=0.5)
-    hook = outer.layer(1).register_forward_hook(
+    with outer.layer(1).register_forward_hook(
         lambda *_: heard.append(run(inner, memory, adapter_scale=0.5)) and None, prepend=True
-    )
-    assert torch.equal(run(outer, memory, adapter_scale=map_), want)
-    hook.remove()
+    ):
+        assert torch.equal(run(outer, memory, adapter_scale=map_), want)
     assert torch.equal(heard[0], alone)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -10,13 +9,6 @@ from typing import Any
 import pytest
 
 from mmattn.recipes import load_recipe
-
-
-@pytest.fixture(scope="module")
-def recipe(load_files: Callable[..., SimpleNamespace]) -> SimpleNamespace:
-    """The files of the recipe."""
-    names = ("settings", "data", "documents", "answering", "measure", "train", "train_docs", "reading")
-    return load_files("rag", *names, "large")
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,8 @@ import mmattn
 from mmattn import inspect
 from tests.recipes.runs import TOPICS
 
+RECIPE = "rag"
+
 
 @pytest.fixture
 def passages(recipe: SimpleNamespace, lm: Path) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from difflib import SequenceMatcher
 from pathlib import Path
 from random import Random
@@ -19,11 +18,7 @@ from mmattn.encoders import NameEncoder
 from mmattn.pipelines import build_index
 from tests import tiny
 
-
-@pytest.fixture(scope="module")
-def run(finished: Callable[[str], Path]) -> Path:
-    """A finished run of a few steps."""
-    return finished("rag")
+RECIPE = "rag"
 
 
 def test_facts_are_real_and_divided_by_their_keys(facts: Any) -> None:

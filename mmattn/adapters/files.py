@@ -189,34 +189,28 @@ def check_tensors(expected: Shapes, given: Shapes | Mapping[str, Tensor]) -> Non
     has = {
         name: (tuple(x.shape), x.dtype) if isinstance(x, Tensor) else (tuple(x[0]), x[1]) for name, x in given.items()
     }
-    lines = [
-        f"{len(names)} {words} ({'; '.join(names[:5])}{'; ...' if len(names) > 5 else ''})"
-        for words, names in _differences(expected, has).items()
-        if names
-    ]
-    if lines:
-        raise AdapterFileError(
-            f"the tensors of the file are not those of this adapter on this host: {', '.join(lines)}"
-        )
-
-
-def _differences(expected: Shapes, has: Shapes) -> dict[str, list[str]]:
-    """Return the names of tensors that are missing, unexpected or of another shape or dtype."""
     both = [(name, *has[name], tuple(shape), dtype) for name, (shape, dtype) in expected.items() if name in has]
-    return {
+    differences = {
         "missing": [name for name in expected if name not in has],
         "unexpected": [name[:200] for name in has if name not in expected],
         "of another shape": [
             f"{name} {list(shape)}, needed {list(needed)}" for name, shape, _, needed, _ in both if shape != needed
         ],
         "of another dtype": [
-            f"{name} {_dtype(dtype)}, needed {_dtype(needed)}" for name, _, dtype, _, needed in both if dtype != needed
+            f"{name} {str(dtype)[6:]}, needed {str(needed)[6:]}"
+            for name, _, dtype, _, needed in both
+            if dtype != needed
         ],
     }
-
-
-def _dtype(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    lines = [
+        f"{len(names)} {words} ({'; '.join(names[:5])}{'; ...' if len(names) > 5 else ''})"
+        for words, names in differences.items()
+        if names
+    ]
+    if lines:
+        raise AdapterFileError(
+            f"the tensors of the file are not those of this adapter on this host: {', '.join(lines)}"
+        )
 
 
 CONFIG = "adapter_config.json"

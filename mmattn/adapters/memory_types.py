@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -28,36 +27,11 @@ from mmattn.adapters.text_state import TextState
 from mmattn.core.key_values import KeyValue
 from mmattn.core.split_attention import KeyValueParts, summed
 from mmattn.errors import ConditionError
-from mmattn.memory import (
-    Memory,
-    MemoryStream,
-    ShardedMemory,
-    SharedMemory,
-    SlidingBuffer,
-)
+from mmattn.memory import Memory, MemoryStream, ShardedMemory, SharedMemory, SlidingBuffer
 from mmattn.storage.tensor_cache import KeyValueCache, Values, cached
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-
-class StreamInCall:
-    """A stream in one call: all adapters attend to the same slots in one forward."""
-
-    def __init__(self, stream: MemoryStream) -> None:
-        self.stream = stream
-        self._windows: WeakKeyDictionary[TextState, tuple[int, int]] = WeakKeyDictionary()
-
-    @property
-    def batch(self) -> int:
-        """Number of rows b."""
-        return self.stream.rows
-
-    def window(self, text: TextState) -> tuple[int, int]:
-        """Return the number of the first slot that a forward attends to, and one past the last."""
-        if text not in self._windows:
-            self._windows[text] = self.stream.visible_range()
-        return self._windows[text]
 
 
 class StreamKeyValues:
@@ -126,19 +100,19 @@ class StreamMemory(BoundMemory):
 
     follows_text = True
 
-    def __init__(self, shared: StreamInCall, adapter: AdapterLayers) -> None:
-        self.stream, self.shared, self.adapter = shared, shared, adapter
-        self.name, self.rows = adapter.name, shared.batch
+    def __init__(self, stream: MemoryStream, adapter: AdapterLayers) -> None:
+        self.stream, self.shared, self.adapter = stream, stream, adapter
+        self.name, self.rows = adapter.name, stream.rows
 
     def step(self, text: TextState) -> View:
-        with self.stream.stream.lock:
-            window = StreamWindow(self.stream.stream, *self.stream.window(text))
+        with self.stream.lock:
+            window = StreamWindow(self.stream, *self.stream.ranges.setdefault(text, self.stream.visible_range()))
             bound = ProjectedMemory(window, self.adapter)
             bound.check_rows(text)
             return bound.see(text, window.values(self.adapter))
 
     def as_memory(self, text: TextState) -> Memory:
-        return self.stream.stream.memory()
+        return self.stream.memory()
 
 
 def _project(adapter: Reader, layer: int, memory: Memory) -> KeyValue:
@@ -147,16 +121,14 @@ def _project(adapter: Reader, layer: int, memory: Memory) -> KeyValue:
     return check_projected(adapter, memory, projected)[layer].without_null()
 
 
-def bind_stream(stream: MemoryStream | StreamInCall, adapter: AdapterLayers, host: nn.Module) -> StreamMemory:
+def bind_stream(stream: MemoryStream, adapter: AdapterLayers, host: nn.Module) -> StreamMemory:
     """Bind a stream to an adapter for one call."""
-    shared = StreamInCall(stream) if isinstance(stream, MemoryStream) else stream
     adapter.check_parts("stream", "a Memory, such as stream.memory()")
-    adapter.check_memory(shared.stream.memory())
-    return StreamMemory(shared, adapter)
+    adapter.check_memory(stream.memory())
+    return StreamMemory(stream, adapter)
 
 
 register_memory_type(MemoryStream, bind_stream)
-register_memory_type(StreamInCall, bind_stream)
 
 
 def bind_parts(memory: SharedMemory | ShardedMemory, adapter: AdapterLayers, host: nn.Module) -> PartedMemory:
@@ -186,11 +158,8 @@ class PartedMemory(BoundMemory):
 
     def step(self, text: TextState) -> ProjectedView:
         views = [cast(ProjectedView, part.step(text)) for part in self.parts]
-        has_memory = None
-        if all(one.has_memory is not None for one in views):
-            has_memory = torch.stack(
-                [one.has_memory.expand(text.rows, 1, 1) for one in views if one.has_memory is not None]
-            ).any(0)
+        seen = [one.has_memory.expand(text.rows, 1, 1) for one in views if one.has_memory is not None]
+        has_memory = torch.stack(seen).any(0) if len(seen) == len(views) else None
         if self.group is not None:
             device = self.parts[-1].adapter.weight.device
             here = torch.ones(text.rows, 1, 1, device=device) if has_memory is None else has_memory.float()

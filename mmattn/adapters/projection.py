@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from operator import attrgetter
-from typing import Any, Protocol, cast
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -29,16 +29,6 @@ from mmattn.memory import Memory
 from mmattn.storage.tensor_cache import KeyValueCache, TensorVersion, Values, autocast_dtype, cached
 
 _TENSORS = attrgetter("tokens", "mask", "segments", "scores")
-
-
-class Projection(Protocol):
-    """Computes keys and values of a memory for one layer."""
-
-    def project(
-        self, memory: Tensor, *, mask: Tensor | None, scores: Tensor | None, queries: int | None, hidden_are_zero: bool
-    ) -> KeyValue: ...
-
-    def projecting_parameters(self) -> list[Tensor]: ...
 
 
 class Reader(nn.Module):
@@ -79,10 +69,10 @@ class Reader(nn.Module):
         """Return the module that attends to the memory at host layer `layer`, whose weights are recorded, or None."""
         return None
 
-    def kv_projection(self, layer: int) -> Projection:
-        """Return the module that projects keys and values for host layer `layer`."""
+    def kv_projection(self, layer: int) -> Any:
+        """Return the module that projects keys and values for host layer `layer`, such as a `KeyValueProjection`."""
         attention = self.attention(layer)
-        return cast(Projection, getattr(attention, "kv_proj", attention))
+        return getattr(attention, "kv_proj", attention)
 
     def read(self, memory: Memory) -> Memory:
         """Return the memory as every block attends to it: normalised and resampled, as the settings have it."""
@@ -109,25 +99,6 @@ class Reader(nn.Module):
     def visible_slots(self, text: TextState, memory: Memory) -> Tensor | None:
         """Return the slots that each token attends to, (b, 1, l, m) bool; None for all that are real."""
         return None
-
-    def view(
-        self, text: TextState, projected: Mapping[int, Any], attention_mask: Tensor | None, has_memory: Tensor | None
-    ) -> View:
-        """Return what the tokens of one forward attend to.
-
-        Args:
-            text: the tokens.
-            projected: keys and values of the memory by host layer.
-            attention_mask: (b, 1, l, m) bool, the slots that each token attends to; None for all that are real.
-            has_memory: (b, l or 1, 1) bool, the tokens that attend to any slot; None for all.
-        """
-        return ProjectedView(projected, attention_mask, has_memory)
-
-    def join_requests(
-        self, requests: Sequence[BoundMemory | None], join: JoinRequests, keep: KeepFinite
-    ) -> BoundMemory:
-        """Return the memories of the requests in one step of continuous batching as one."""
-        return RequestMemories(self.name, requests, join, keep)
 
 
 class PreparedMemory:
@@ -227,7 +198,10 @@ class ProjectedMemory(VectorMemory):
 
     def __init__(self, prepared: PreparedMemory, adapter: Reader) -> None:
         super().__init__(prepared, adapter)
-        self._graph: GraphInputs | None = None
+        # The memory as the adapter reads it, and its keys and values, as inputs of a compiled host, which then projects
+        # nothing. A graph cannot notice an edit of a tensor, so it is given them only by a call that was begun outside
+        # of it (`condition`, `generate`), and that call checks at its end that they still hold.
+        self._graph: tuple[Memory, dict[int, KeyValue]] | None = None
         self._graph_version: TensorVersion | None = None
         self._read_by_graph = False
         self.hidden = 0  # first tokens of a request of continuous batching, which see nothing
@@ -247,7 +221,7 @@ class ProjectedMemory(VectorMemory):
         prepared, adapter = self.prepared, self.adapter
         layers = adapter.layers if text.layer is None else (text.layer,)
         graph = self._graph if torch.compiler.is_compiling() and not self._may_not_cache() else None
-        memory = prepared.read(adapter, values) if graph is None else graph.memory
+        memory = prepared.read(adapter, values) if graph is None else graph[0]
         (rows, slots, _), device = memory.tokens.shape, memory.tokens.device
         mask = adapter.visible_slots(text, memory)
         if text.arrivals is not None:
@@ -257,11 +231,20 @@ class ProjectedMemory(VectorMemory):
         if not adapter.changes_all:
             allowed = combine_masks(memory.mask, mask, (text.rows, rows, 1, text.length, slots))
             has_memory = visible_rows(allowed, text.rows, slots, device=device)
-        if graph is not None:
+        if graph is None:
+            queries = text.rows // max(rows, 1) * text.length
+            projected = prepared.project(adapter, layers, memory, queries, values)
+        else:
             self._read_by_graph = True
-            return adapter.view(text, graph.project(layers), mask, has_memory)
-        queries = text.rows // max(rows, 1) * text.length
-        return adapter.view(text, prepared.project(adapter, layers, memory, queries, values), mask, has_memory)
+            # Put together again inside the graph, which must not depend on their sizes.
+            projected = {layer: replace(graph[1][layer]) for layer in layers}
+        return self.view(text, projected, mask, has_memory)
+
+    def view(
+        self, text: TextState, projected: Mapping[int, Any], attention_mask: Tensor | None, has_memory: Tensor | None
+    ) -> View:
+        """Return keys and values by host layer, visible slots and tokens (b, l or 1, 1) that see any, as a view."""
+        return ProjectedView(projected, attention_mask, has_memory)
 
     def hide_arrivals(self) -> None:
         if self.adapter.resampler is not None:
@@ -277,12 +260,12 @@ class ProjectedMemory(VectorMemory):
         return self
 
     def hide_from(self, tokens: int) -> None:
-        if self.adapter.changes_all or type(self.adapter).join_requests is not Reader.join_requests:
+        if self.adapter.changes_all:
             super().hide_from(tokens)
         self.hidden = tokens
 
     def together(self, requests: Sequence[BoundMemory | None], join: JoinRequests, keep: KeepFinite) -> BoundMemory:
-        return self.adapter.join_requests(requests, join, keep)
+        return RequestMemories(self.name, requests, join, keep)
 
     def projected(self) -> list[Tensor]:
         return [tensor for one in self.project_all().values() for tensor in one.unchecked()]
@@ -308,7 +291,9 @@ class ProjectedMemory(VectorMemory):
             return
         self.check_graph()
         read = self.prepared.read(self.adapter, self.prepared.values(self.adapter))
-        self._graph = GraphInputs.of(read, self.project_all())
+        projected = {layer: replace(one, visible=None, additive=None) for layer, one in self.project_all().items()}
+        # A graph would depend on lengths.
+        self._graph = None if any(one.lengths is not None for one in projected.values()) else (read, projected)
         self._graph_version = TensorVersion(self._graph_sources())
 
     def check_graph(self) -> None:
@@ -353,34 +338,6 @@ class ProjectedView(View):
             has_memory = has_memory.to(x.device)
         kv, options = self.projected[layer], self.options
         return block(x, kv, attention_mask=mask, has_memory=has_memory, adapter_scale=adapter_scale, **options)
-
-
-@dataclass(frozen=True)
-class GraphInputs:
-    """Keys and values as inputs of a compiled host, computed before its graph runs, which then projects nothing.
-
-    A graph cannot notice an edit of a tensor, so it is given them only by a call that was begun outside of it
-    (`condition`, `generate`), and that call checks at its end that they still hold.
-    """
-
-    memory: Memory  # as the adapter reads it
-    # by host layer keys, values, mask and bias
-    tensors: Mapping[int, tuple[Tensor, Tensor, Tensor | None, Tensor | None]]
-    null: bool  # a learned first slot is in front of every row
-    finite: bool  # as in `KeyValue`
-
-    @staticmethod
-    def of(memory: Memory, projected: Mapping[int, KeyValue]) -> GraphInputs | None:
-        """Return the inputs; None for a layout whose lengths a graph would depend on."""
-        if any(one.lengths is not None for one in projected.values()):
-            return None
-        tensors = {layer: (one.keys, one.values, one.mask, one.bias) for layer, one in projected.items()}
-        first = next(iter(projected.values()))
-        return GraphInputs(memory, tensors, first.null, all(one.finite for one in projected.values()))
-
-    def project(self, layers: Sequence[int]) -> dict[int, KeyValue]:
-        """Return keys and values of some layers, put together inside the graph."""
-        return {layer: KeyValue(*self.tensors[layer], null=self.null, finite=self.finite) for layer in layers}
 
 
 class RequestMemories(BoundMemory):

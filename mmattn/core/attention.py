@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from mmattn.core.attention_inputs import (
@@ -52,11 +52,6 @@ class AttentionOutput:
         """Return the queries (b, h, l, 1) that may attend to a slot."""
         sizes = (*self.output.shape[:3], 1)
         return self.output.new_ones(sizes, dtype=torch.bool) if self.visible is None else self.visible.expand(sizes)
-
-    def scaled_weights(self, share: Tensor) -> Tensor:
-        """Return the weights times a share (b, h, l, 1), in their dtype."""
-        assert self.weights is not None
-        return (share * self.weights).to(self.weights.dtype)
 
     def fill(self, queries: Tensor, value: float, log_sum_exp: float) -> None:
         """Set output and weights of some queries, broadcastable to (b, h, l, 1), to a value."""
@@ -125,12 +120,20 @@ def fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: Options
     )
 
 
-def fused_for_groups(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, dropout: float = 0.0, scale: float | None = None
-) -> Tensor:
-    """Call torch's fused kernel for heads of q (b, h, l, k) that share k (b, g, m, k), which is not copied for each."""
+def grouped_sdpa(
+    module: nn.Module,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **options: object,
+) -> tuple[Tensor, None]:
+    """Call torch's fused kernel as transformers does, without a copy of k (b, g, m, k) for the heads that share it."""
     is_grouped = k.shape[1] != q.shape[1]
-    return F.scaled_dot_product_attention(q, k, v, mask, dropout, scale=scale, enable_gqa=is_grouped)
+    output = F.scaled_dot_product_attention(q, k, v, mask, dropout, scale=scaling, enable_gqa=is_grouped)
+    return output.transpose(1, 2).contiguous(), None
 
 
 def fused_with_log_sum_exp(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: Options) -> AttentionOutput:

@@ -192,4 +192,4 @@ def token_positions(mask: Tensor) -> Tensor:
     >>> token_positions(torch.tensor([[False, False, True, True, True]]))
     tensor([[0, 0, 0, 1, 2]])
     """
-    return (mask.long().cumsum(-1) - 1).clamp(min=0)
+    return (mask.cumsum(-1, dtype=torch.long) - 1).clamp(min=0)

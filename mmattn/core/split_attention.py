@@ -45,36 +45,29 @@ class KeyValueParts(AttendableMemory):
         ]
         size = self._length_norm(projection, q)
         totals = [one.log_sum_exp + size for one in results if one.log_sum_exp is not None]
-        output, total = self._merge([one.output for one in results], totals)
+        output, total = merge([one.output for one in results], totals)
+        if self.group is not None:
+            output, total = merge(_Gather.apply(output, self.group), _Gather.apply(total, self.group))
         visible = total != float("-inf")
         # The null slot counts once, whatever the number of parts.
         output, total = with_null_slot(projection, q, output, total)
         whole = AttentionOutput(output.masked_fill(~visible, 0), None, total, visible)
         if return_weights:
             shares = [(one - total).exp().masked_fill(~visible, 0) for one in totals]
-            whole.weights = torch.cat([one.scaled_weights(by) for one, by in zip(results, shares, strict=True)], -1)
+            weights = [one.weights for one in results if one.weights is not None]
+            whole.weights = torch.cat([(by * one).to(one.dtype) for by, one in zip(shares, weights, strict=True)], -1)
         return whole
-
-    def _merge(self, outputs: list[Tensor], totals: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """Merge the parts of this process, and those of all processes."""
-        output, total = merge(outputs, totals)
-        if self.group is None:
-            return output, total
-        return merge(_Gather.apply(output, self.group), _Gather.apply(total, self.group))
 
     def _length_norm(self, projection: KeyValueProjection, q: Tensor) -> Tensor | float:
         """Return what `length_norm` adds to the scores of all slots."""
         if projection.null_key is None or projection.length_norm is None:
             return 0.0
-        return math.log(projection.length_norm) - self._count(q).clamp(min=1).log()
-
-    def _count(self, q: Tensor) -> Tensor:
-        """Return how many slots of all parts each row may attend to, (b, 1, 1, 1)."""
         count = torch.zeros(len(q), 1, 1, 1, device=q.device, dtype=torch.promote_types(q.dtype, torch.float32))
         for kv in self.parts:
             slots = kv.slots if kv.mask is None else repeat_rows(kv.mask.sum(1)[:, None, None, None], len(q))
             count = count + slots
-        return count if self.group is None else summed(count, self.group)
+        count = count if self.group is None else summed(count, self.group)
+        return math.log(projection.length_norm) - count.clamp(min=1).log()
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmattn.core.tracing import Checks, collect_checks, refuse_unless_finite, watch_checks
+from mmattn.core.tracing import Checks, all_finite, collect_checks, refuse_unless_finite, watch_checks
 from mmattn.errors import ConfigError, MaskError, NonFiniteError, ShapeError, check_bool_mask, check_int
 from mmattn.storage.json_files import dump_json, parse_errors, validated
 from mmattn.storage.safetensors import read_tensors, write_tensors
@@ -113,10 +113,7 @@ class Memory:
         if torch.compiler.is_compiling():
             return
         for name, value in (("values", self.tokens.detach()), ("scores", self.scores)):
-            if value is None or not value.numel():
-                continue
-            # A sum is finite only if every term is, and reads the memory once without a (b, m, e) intermediate.
-            if torch.isfinite(value.sum(dtype=torch.float64 if value.dtype == torch.float64 else torch.float32)):
+            if value is None or not value.numel() or all_finite(value):
                 continue
             bad = ~torch.isfinite(value).flatten(2).all(-1) if value.dim() == 3 else ~torch.isfinite(value)
             if self.mask is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -38,6 +39,8 @@ class MemoryStream:
         self.lock = threading.RLock()
         #: The cache of keys and values that adapters compute of the slots.
         self.computed: object = None
+        #: By forward of a host, the slots that it sees, which are the same for all adapters.
+        self.ranges: WeakKeyDictionary[object, tuple[int, int]] = WeakKeyDictionary()
         self._slots = SlidingBuffer(1, self.window)
 
     @property

@@ -25,11 +25,7 @@ from tests.core.random_inputs import (
     compare_attend as compare,
     make_heads as make,
 )
-from tests.reference import (
-    assert_close,
-    attend_reference,
-    gradients,
-)
+from tests.reference import assert_close, attend_reference, gradients
 
 HEADS = [(5, 5), (6, 2), (3, 1)]
 

@@ -152,6 +152,7 @@ VARIANTS = {
     "qk_norm": {"qk_norm": True},
     "rotary": {"rotary": Rotary(8)},
     "rotary on a grid": {"rotary": Rotary(8, base=50.0, axes=2)},
+    "rotary over time, row and column": {"rotary": Rotary(18, axes=3), "head_dim": 18},
     "null slot": {"null_slot": True},
     "length norm": {"null_slot": True, "length_norm": 29.0},
     "score bias": {"score_bias": True},
@@ -174,7 +175,7 @@ def test_variants(variant, layout, rules, monkeypatch):
     if layer.kv_proj.score_scale is not None:
         given_["scores"] = torch.randn(B, M, dtype=torch.float64)
     if layer.kv_proj.rotary is not None:
-        places = (2,) if layer.kv_proj.rotary.axes == 2 else ()
+        places = () if layer.kv_proj.rotary.axes == 1 else (layer.kv_proj.rotary.axes,)
         given_["query_positions"] = torch.randint(0, 97, (B * 3, L, *places))
         given_["memory_positions"] = torch.randint(0, 97, (B, M, *places))
     if rules != "none":
@@ -283,8 +284,8 @@ def test_any_shape(data_):
         given_["attention_mask"] = torch.rand(shape) < 0.6
     if layer.kv_proj.score_scale is not None:
         given_["scores"] = torch.randn(b, m, dtype=dtype)
-    if layer.kv_proj.rotary is not None and layer.kv_proj.rotary.axes == 2:
-        given_["query_positions"], given_["memory_positions"] = torch.randint(9, (l, 2)), torch.randint(9, (m, 2))
+    if layer.kv_proj.rotary is not None and (axes := layer.kv_proj.rotary.axes) > 1:
+        given_["query_positions"], given_["memory_positions"] = torch.randint(9, (l, axes)), torch.randint(9, (m, axes))
     given_["scale"] = options.get("scale")
     with pytest.MonkeyPatch.context() as monkeypatch:
         force(monkeypatch, draw(st.sampled_from(LAYOUTS)))

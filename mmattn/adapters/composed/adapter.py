@@ -24,7 +24,7 @@ from typing import ClassVar, NoReturn
 import torch
 from torch import Tensor, nn
 
-from mmattn.adapters.composed.augmenting_model import AugmentedText, AugmentingModel, token_places
+from mmattn.adapters.composed.augmenting_model import AugmentedText, AugmentingModel
 from mmattn.adapters.gated.block import AttentionSettings, BlockLayers
 from mmattn.adapters.gated.config import POSITIONS, GatedLayout, settle_block
 from mmattn.adapters.projection import ProjectedView
@@ -35,7 +35,7 @@ from mmattn.core.attention_inputs import combine_masks, visible_rows
 from mmattn.core.cross_attention import CrossAttention
 from mmattn.core.key_values import KeyValue
 from mmattn.core.masks import causal
-from mmattn.core.positions import Rotary
+from mmattn.core.positions import Rotary, token_positions
 from mmattn.core.tracing import may_read
 from mmattn.errors import ConfigError, ShapeError, check_bool
 from mmattn.memory import Memory
@@ -181,7 +181,7 @@ class AugmentedMemory(BoundMemory):
         allowed = combine_masks(mask, rule, (rows, rows, 1, length, total))
         projected = {layer: self._project(read, layer, mask) for layer in self.adapter.layers}
         has_memory = visible_rows(allowed, rows, total, device=read.real.device)
-        return ProjectedView(projected, rule, has_memory, token_places(read.real)[:, total - length :])
+        return ProjectedView(projected, rule, has_memory, token_positions(read.real)[:, total - length :])
 
     def _project(self, read: AugmentedText, layer: int, mask: Tensor | None) -> KeyValue:
         """Return keys and values of the states for a host layer; cached if nothing is trained."""
@@ -193,7 +193,7 @@ class AugmentedMemory(BoundMemory):
 
         def project() -> KeyValue:
             new = Memory(states[:, past:], read.real[:, past:], check_finite=False)
-            positions = token_places(read.real.to(device))[:, past:]
+            positions = token_positions(read.real.to(device))[:, past:]
             return attention.project(adapter.read(new).tokens.to(device), memory_positions=positions)
 
         if read.cache is None:

@@ -24,6 +24,7 @@ from mmattn.adapters.host_models import (
 from mmattn.adapters.joined.rotation import Rotations, read_rotations
 from mmattn.adapters.text_state import TextState
 from mmattn.core.key_values import KeyValue
+from mmattn.core.positions import token_positions
 from mmattn.errors import AttachError, ConditionError, ConfigError, ShapeError
 from mmattn.memory import Memory
 from mmattn.tokenization import call_tokenizer
@@ -153,15 +154,6 @@ def common_beginning(before: tuple[Tensor, Tensor], now: tuple[Tensor, Tensor]) 
     return index, int(most.min())
 
 
-def token_places(real: Tensor) -> Tensor:
-    """Return the index of each token (b, t) among the real ones of its row.
-
-    >>> token_places(torch.tensor([[False, True, True]]))
-    tensor([[0, 0, 1]])
-    """
-    return (real.cumsum(1) - 1).clamp(min=0)
-
-
 class AugmentingModel:
     """A language model as the memory of a `ComposedAdapter`: it reads the text of the call so far.
 
@@ -249,7 +241,7 @@ class AugmentingModel:
         ids, real, shares = host_ids, host_real, None
         if self.tokenizers is not None:
             ids, real, shares = (one.to(device) for one in retokenize(host_ids, host_real, *self.tokenizers))
-        places, layers = token_places(real), []
+        places, layers = token_positions(real), []
         for number, (keys, values) in enumerate(self._cached(ids, real, places)):
             rotation = None if self._rotations is None else self._rotations[number]
             # As they are at position 0: what is learned of a key does not depend on where its token stands.
@@ -361,7 +353,7 @@ class AugmentingModel:
                 return replace(earlier, real=real, ids=ids)
             inputs: dict[str, Tensor] = {"input_ids": ids[:, past:], "attention_mask": real.long()}
             if self._positions:
-                inputs["position_ids"] = token_places(real)[:, past:]
+                inputs["position_ids"] = token_positions(real)[:, past:]
             cache = earlier.cache if earlier is not None else new_cache() if keep else None
             out = call_by_name(
                 self._body, **inputs, **{self._cache_name: cache}, use_cache=keep, output_hidden_states=True

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from mmattn.adapters.base import AdapterLayers
 from mmattn.adapters.protocols import HeadSizes, Host, Scale, Site
 from mmattn.adapters.resampler import Resampler, settle_resampler
-from mmattn.adapters.settings import AdapterConfig, default_norm, settle
+from mmattn.adapters.settings import AdapterConfig, default_norm, settle, settle_nested
 from mmattn.core.projection import Attended, KeyValueProjection
 from mmattn.errors import AttachError, ConfigError, check_bool, check_choice, check_int
 from mmattn.memory import Memory
@@ -123,8 +123,7 @@ class DecoupledAdapter(BlocksConfig):
         settle_resampler(self)
         norm = True if self.memory_norm is None and self.tokens is not None else self.memory_norm
         settle(self, memory_norm=default_norm(norm, self.memory_dim))
-        if not isinstance(self.layout, DecoupledLayout):
-            raise ConfigError(f"layout must be a DecoupledLayout, got {self.layout!r}")
+        settle_nested(self, "layout", DecoupledLayout)
         if self.layout.slot_dim is not None and self.tokens is None:
             raise ConfigError("layout.slot_dim is the width of the slots of tokens=, which is not given")
 

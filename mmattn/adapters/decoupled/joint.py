@@ -32,6 +32,7 @@ from mmattn.adapters.base import AdapterLayers
 from mmattn.adapters.decoupled.adapter import BlocksConfig
 from mmattn.adapters.projection import ProjectedView, VectorMemory, check_read
 from mmattn.adapters.protocols import HeadSizes, Scale, Site, Traits
+from mmattn.adapters.settings import settle_nested
 from mmattn.adapters.text_state import TextState
 from mmattn.core.attention import attend
 from mmattn.errors import ConditionError, ConfigError, check_int
@@ -94,8 +95,7 @@ class JointDecoupledAdapter(BlocksConfig):
 
     def __post_init__(self) -> None:
         self.settle_blocks()
-        if not isinstance(self.resampler, TimedResampler):
-            raise ConfigError(f"resampler must be a TimedResampler, got {self.resampler!r}")
+        settle_nested(self, "resampler", TimedResampler)
 
 
 class TimedPerceiver(nn.Module):

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from mmattn.adapters.base import AdapterLayers
-from mmattn.adapters.composed.augmenting_model import AugmentedPrompt, AugmentingModel, token_places
+from mmattn.adapters.composed.augmenting_model import AugmentedPrompt, AugmentingModel
 from mmattn.adapters.fused_cache.fusers import CacheFuser, CacheMap, batches, fit_maps, read_tokens
 from mmattn.adapters.joined.host_attention import HostAttention
 from mmattn.adapters.joined.rotation import Rotations
@@ -38,6 +38,7 @@ from mmattn.adapters.settings import (
     settle_layers,
 )
 from mmattn.adapters.text_state import TextState
+from mmattn.core.positions import token_positions
 from mmattn.errors import ConditionError, ConfigError, ShapeError, check_choice, check_int
 from mmattn.memory import Memory
 from mmattn.storage.tensor_cache import KeyValueCache
@@ -287,7 +288,7 @@ class FusedMemory(BoundMemory):
                 "the whole text, or take another host"
             )
         prompt = self.prompt.repeated(text.rows // max(self.rows or 1, 1))
-        counts, places = prompt.real.sum(1).to(real.device), token_places(real)
+        counts, places = prompt.real.sum(1).to(real.device), token_positions(real)
         visible = real & (places < counts[:, None])
         if ids is not None:
             prompt.check_begins(ids, places, visible, self.name)
@@ -345,24 +346,20 @@ class FusedMemory(BoundMemory):
         )
 
 
+@dataclass(eq=False)
 class FusedView(View):
     """The tokens of one forward, whose keys and values are changed if another model has read them."""
 
     stands_in_text = True
     moves_text = False
 
-    def __init__(
-        self,
-        adapter: FusedCacheLayers,
-        prompt: AugmentedPrompt,
-        numbers: Tensor,
-        real: Tensor,
-        past: int,
-        changes: Changes | None,
-    ) -> None:
-        self.adapter, self.prompt, self.numbers, self.real = adapter, prompt, numbers, real
-        self.past, self.changes = past, changes
-        self.positions: Tensor | None = None
+    adapter: FusedCacheLayers
+    prompt: AugmentedPrompt
+    numbers: Tensor  # (b, end), in the prompt, of the tokens that are changed; -1 for the others
+    real: Tensor  # (b, t) bool, tokens of the text so far that are no padding
+    past: int  # tokens before this forward
+    changes: Changes | None  # computed before, or room for them
+    positions: Tensor | None = None  # (b, l), of the tokens of this forward
 
     def shift_positions(self, positions: Tensor) -> Tensor:
         """Return the positions of the tokens of this forward, which stay."""
@@ -391,7 +388,7 @@ class FusedView(View):
         fused = x.with_text(_added(x.key, change[0], key_share), _added(x.value, change[1], value_share))
         if self.adapter.cosines is None:
             return fused
-        later = (self.real & (token_places(self.real) > 0)).to(x.key.device)
+        later = (self.real & (token_positions(self.real) > 0)).to(x.key.device)
         host, mapped = (one.result()[0][later].float().flatten(1) for one in (x, fused))
         self.adapter.cosines[layer].append(torch.cosine_similarity(host, mapped, -1))
         return x

@@ -19,8 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +27,7 @@ from torch import Tensor, nn
 from mmattn.adapters.base import AdapterLayers
 from mmattn.adapters.gated.block import Gate
 from mmattn.adapters.joined.host_attention import JoinSlots
-from mmattn.adapters.joined.slots import JoinedRequests, JoinedView, slots_of
+from mmattn.adapters.joined.slots import JoinedRequests, JoinedSlots, JoinedView, slots_of
 from mmattn.adapters.projection import ProjectedMemory
 from mmattn.adapters.protocols import BoundMemory, HeadSizes, JoinRequests, KeepFinite, Site, Traits
 from mmattn.adapters.settings import AdapterConfig, default_norm, settle, settle_layers
@@ -131,21 +130,27 @@ class JoinedLayers(AdapterLayers):
     def attention(self, layer: int) -> nn.Module:
         return self.block(layer)
 
+    def bind_memory(self, memory: object, host: nn.Module) -> JoinedVectors:
+        return JoinedVectors(self.prepare(memory), self)
+
+
+class JoinedVectors(ProjectedMemory):
+    """A prepared memory whose slots, without positions, are joined with the text in the host's own attention."""
+
     def view(
-        self,
-        text: TextState,
-        projected: Mapping[int, KeyValue],
-        attention_mask: Tensor | None,
-        has_memory: Tensor | None,
+        self, text: TextState, projected: Mapping[int, Any], attention_mask: Tensor | None, has_memory: Tensor | None
     ) -> JoinedView:
-        """Return the slots without positions; rows of the memory are repeated for the beams of a text."""
         slots = slots_of(projected)
         repeated = slots.repeated(text.rows // max(slots.batch, 1))
         return JoinedView(repeated, None if attention_mask is None else attention_mask[:, 0].to(slots.mask.device))
 
-    def join_requests(
-        self, requests: Sequence[BoundMemory | None], join: JoinRequests, keep: KeepFinite
-    ) -> JoinedRequests:
-        vectors = {n: one for n, one in enumerate(requests) if isinstance(one, ProjectedMemory)}
-        slots = {n: partial(lambda one: slots_of(one.project_all()), one) for n, one in vectors.items()}
+    def hide_from(self, tokens: int) -> None:
+        BoundMemory.hide_from(self, tokens)
+
+    def together(self, requests: Sequence[BoundMemory | None], join: JoinRequests, keep: KeepFinite) -> JoinedRequests:
+        slots = {n: one.slots for n, one in enumerate(requests) if isinstance(one, JoinedVectors)}
         return JoinedRequests(self.name, len(requests), slots)
+
+    def slots(self) -> JoinedSlots:
+        """Return the slots of a request."""
+        return slots_of(self.project_all())

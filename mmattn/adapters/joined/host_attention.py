@@ -17,18 +17,19 @@ from torch.nn.attention.bias import causal_lower_right
 
 from mmattn.adapters.gated.block import Gate
 from mmattn.adapters.text_state import Keywords
-from mmattn.core.attention import attend, fused_for_groups
+from mmattn.core.attention import attend, grouped_sdpa
+from mmattn.core.attention_inputs import additive_mask
 from mmattn.errors import ConditionError
 
 
 @dataclass(frozen=True)
 class ExtraSlots:
-    """Keys and values beside those of the text; the arguments of `HostAttention.join`."""
+    """Keys and values beside those of the text."""
 
     key: Tensor
     value: Tensor
-    mask: Tensor | None = None
-    sees: Tensor | None = None
+    mask: Tensor | None = None  # of slots, bool or added to the scores
+    sees: Tensor | None = None  # (b, l) tokens that attend to any slot; None for all
     adapter_scale: float = 1.0
     gate: Tensor | None = None
 
@@ -65,22 +66,14 @@ class HostAttention:
         window = self.options.get("sliding_window")
         return window if isinstance(window, int) else None
 
-    def join(
-        self,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        sees: Tensor | None = None,
-        adapter_scale: float = 1.0,
-        gate: Tensor | None = None,
-    ) -> HostAttention:
+    def join(self, slots: ExtraSlots) -> HostAttention:
         """Return this attention with further slots."""
         if self.options.get("cache") is not None:
             raise ConditionError(
                 "keys and values of a memory are joined with those of a paged cache where the host's attention is "
                 "'sdpa': host.set_attn_implementation('sdpa')"
             )
-        return replace(self, slots=(*self.slots, ExtraSlots(key, value, mask, sees, adapter_scale, gate)))
+        return replace(self, slots=(*self.slots, slots))
 
     def result(self) -> tuple[Tensor, Tensor | None]:
         """Compute the attention: (b, l, h, v), and its weights if the host asks for them."""
@@ -154,11 +147,11 @@ class HostAttention:
         key, value = joined([one.key for one in slots], self.key), joined([one.value for one in slots], self.value)
         if self._is_causal and all(one.mask is None for one in slots) and self._has_causal_kernel(key, value):
             causal = causal_lower_right(self.query.shape[2], key.shape[2])
-            return replace(self, function=_grouped_sdpa, key=key, value=value, mask=causal)
+            return replace(self, function=grouped_sdpa, key=key, value=value, mask=causal)
         mask = self._mask_with(slots)
         # Beside a mask transformers copies keys for each head of a group, which the kernel of the CPU does not need.
         is_grouped = mask is not None and key.shape[1] != self.query.shape[1] and self.query.shape[2] > 1
-        function = _grouped_sdpa if is_grouped and self._is_plain_sdpa and key.device.type == "cpu" else self.function
+        function = grouped_sdpa if is_grouped and self._is_plain_sdpa and key.device.type == "cpu" else self.function
         return replace(self, function=function, key=key, value=value, mask=mask)
 
     @property
@@ -175,7 +168,11 @@ class HostAttention:
     def _mask_with(self, slots: Sequence[ExtraSlots]) -> Tensor | None:
         """Return the mask of slots and text, once for the layers of a forward; None if everything is visible."""
         masks = [one.mask for one in slots]
-        if self.masks is None or torch.compiler.is_compiling() or any(_is_float(one) for one in masks):
+        if (
+            self.masks is None
+            or torch.compiler.is_compiling()
+            or any(one is not None and one.is_floating_point() for one in masks)
+        ):
             return self._make_mask(slots)
         sizes = *self.query.shape, self.key.shape[2], *(one.key.shape[2] for one in slots)
         key = id(self.mask), *map(id, masks), sizes, self.query.dtype, self.query.device, self._is_causal, self.is_sdpa
@@ -184,15 +181,10 @@ class HostAttention:
         return self.masks[key][0]
 
     def _make_mask(self, slots: Sequence[ExtraSlots]) -> Tensor | None:
+        """Return the mask of slots and text: bool, or float if one of them is or torch adds it to the scores."""
         text_mask = self._text_mask(any(one.mask is not None for one in slots))
-        mask = None if text_mask is None else self._joined_mask(slots, text_mask)
-        if mask is None or mask.is_floating_point() or not self.is_sdpa:
-            return mask
-        # What torch adds to the scores, and would compute from a bool mask in each layer.
-        return _added_to_scores(mask, self.query.dtype, -torch.inf)
-
-    def _joined_mask(self, slots: Sequence[ExtraSlots], text_mask: Tensor) -> Tensor:
-        """Return the mask of slots and text: bool, or float if one of them is."""
+        if text_mask is None:
+            return None
         masks = [
             torch.ones(1, 1, 1, one.key.shape[2], dtype=torch.bool, device=text_mask.device)
             if one.mask is None
@@ -202,10 +194,13 @@ class HostAttention:
         masks.append(text_mask)
         if any(one.is_floating_point() for one in masks):
             dtype = text_mask.dtype if text_mask.is_floating_point() else self.query.dtype
-            masks = [_added_to_scores(one, dtype) for one in masks]
+            masks = [one.to(dtype) if one.is_floating_point() else additive_mask(one, dtype) for one in masks]
         rows = len(self.query) if any(len(one) == len(self.query) for one in masks) else 1
-        shape = rows, text_mask.shape[1], self.query.shape[2]
-        return torch.cat([one.expand(*shape, -1) for one in masks], -1)
+        mask = torch.cat([one.expand(rows, text_mask.shape[1], self.query.shape[2], -1) for one in masks], -1)
+        if mask.is_floating_point() or not self.is_sdpa:
+            return mask
+        # What torch adds to the scores, and would compute from a bool mask in each layer.
+        return torch.zeros_like(mask, dtype=self.query.dtype).masked_fill_(~mask, -torch.inf)
 
     @property
     def _is_causal(self) -> bool:
@@ -248,37 +243,10 @@ class JoinSlots(nn.Module):
         return_weights: bool = False,
     ) -> HostAttention | tuple[HostAttention, Tensor]:
         """Return the attention with slots (`HostAttention.join`); on request also their weights (b, h, l, m)."""
-        mask = self.score_mask(attention_mask, key.shape[2])
-        gate = None if self.gate is None else self.gate()
-        joined = x.join(key, value, mask, sees, adapter_scale, gate)
-        return (joined, x.weights(joined.slots[-1])) if return_weights else joined
+        mask, gate = self.score_mask(attention_mask, key.shape[2]), None if self.gate is None else self.gate()
+        slots = ExtraSlots(key, value, mask, sees, adapter_scale, gate)
+        return (x.join(slots), x.weights(slots)) if return_weights else x.join(slots)
 
     def score_mask(self, attention_mask: Tensor | None, slots: int) -> Tensor | None:
-        """Return the mask of `m` slots, as `HostAttention.join` takes it."""
+        """Return the mask of slots as `ExtraSlots` has it."""
         return attention_mask
-
-
-def _is_float(mask: Tensor | None) -> bool:
-    return mask is not None and mask.is_floating_point()
-
-
-def _added_to_scores(mask: Tensor, dtype: torch.dtype, hidden: float | None = None) -> Tensor:
-    """Return a mask as numbers added to scores: 0 for a visible key, else `hidden`, or the least of the dtype."""
-    if mask.is_floating_point():
-        return mask.to(dtype)
-    hidden = torch.finfo(dtype).min if hidden is None else hidden
-    return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, hidden)
-
-
-def _grouped_sdpa(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    **options: object,
-) -> tuple[Tensor, None]:
-    """Compute attention as the function of transformers does, without a copy of keys and values for each head."""
-    return fused_for_groups(query, key, value, mask, dropout, scaling).transpose(1, 2).contiguous(), None

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -77,11 +77,17 @@ class PrefixRows:
     def of(memory: object, count: int, name: str) -> PrefixRows:
         """Check what was given as `memory=` to an adapter with `count` prefixes."""
         if not isinstance(memory, PrefixRows):
-            memory = memory.tolist() if isinstance(memory, Tensor) and _are_numbers(memory) else memory
-            rows = [memory] if _is_number(memory) else memory
-            if not isinstance(rows, (list, tuple)):
-                raise ShapeError(_NO_ROWS.format(name=name, value=type(memory).__name__))
-            memory = PrefixRows([_row(row, name) for row in rows])
+            plain = _plain(memory)
+            rows: list[Any] = [_plain(row) for row in (plain if isinstance(plain, (list, tuple)) else [plain])]
+            rows = [[] if row is None or (isinstance(row, int) and row == -1) else row for row in rows]
+            rows = [row if isinstance(row, (list, tuple)) else [row] for row in rows]
+            if any(not isinstance(number, int) or isinstance(number, bool) for row in rows for number in row):
+                raise ShapeError(
+                    f"the memory of adapter {name!r} (kind 'prefix') says which prefixes stand before each row: a "
+                    "tensor (b,) of their numbers, -1 for none, or a list such as [0, None, [2, 1]]; got "
+                    f"{memory!r:.100}"
+                )
+            memory = PrefixRows(rows)
         missing = sorted({number for row in memory.numbers for number in row if not 0 <= number < count})
         if missing:
             raise ShapeError(
@@ -105,29 +111,9 @@ class PrefixRows:
         return self.cache.nbytes()
 
 
-def _row(row: object, name: str) -> list[int]:
-    """Return the numbers of the prefixes of one row."""
-    row = row.tolist() if isinstance(row, Tensor) and _are_numbers(row) else row
-    if row is None or (_is_number(row) and row == -1):
-        return []
-    numbers = [row] if _is_number(row) else row
-    if not isinstance(numbers, (list, tuple)) or not all(map(_is_number, numbers)):
-        raise ShapeError(_NO_ROWS.format(name=name, value=f"a row of {row!r}"))
-    return list(numbers)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _are_numbers(tensor: Tensor) -> bool:
-    return tensor.dim() <= 1 and not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool)
-
-
-_NO_ROWS = (
-    "the memory of adapter {name!r} (kind 'prefix') says which prefixes stand before each row: a tensor (b,) of their "
-    "numbers, -1 for none, or a list such as [0, None, [2, 1]]; got {value}"
-)
+def _plain(value: object) -> Any:
+    """Return a number or numbers (n,) of a tensor as Python has them, and anything else as it is."""
+    return value.tolist() if isinstance(value, Tensor) and value.dim() < 2 else value
 
 
 class PrefixBlock(JoinSlots):

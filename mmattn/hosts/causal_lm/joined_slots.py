@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mmattn.adapters.host_models import call_by_name, device_of, embeddings_of, text_config
-from mmattn.adapters.joined.host_attention import HostAttention, JoinSlots
+from mmattn.adapters.joined.host_attention import ExtraSlots, HostAttention, JoinSlots
 from mmattn.adapters.joined.rotation import Rotations, read_rotations
 from mmattn.adapters.joined.slots import Capture, JoinedSlots, JoinedView
 from mmattn.adapters.protocols import HeadSizes, Site
@@ -116,7 +116,7 @@ def _join_slot(module: nn.Module, row: int) -> AttentionHook:
         device = x.value.device
         value = torch.linspace(-1, 1, x.value.shape[3], device=device).expand(1, x.value.shape[1], 1, -1)
         key = torch.zeros(1, x.key.shape[1], 1, x.key.shape[3], device=device)
-        return x.join(key, value, None, torch.arange(x.query.shape[0], device=device)[:, None] == row)
+        return x.join(ExtraSlots(key, value, sees=torch.arange(x.query.shape[0], device=device)[:, None] == row))
 
     return AttentionHook(module, join)
 

@@ -268,8 +268,12 @@ def written_alone(family: str) -> SimpleNamespace:
 
 @families
 def test_with_a_cache_as_without(family):
+    """Keys and values of a chunk are computed once."""
     s, library = written_alone(family), Library()
-    got = generate(s.model, s.ids, memory=library)
+    projections = [s.model.adapters["default"].attention(layer).kv_proj.k_proj for layer in (0, 2)]
+    with tiny.counting(*projections) as ran:
+        got = generate(s.model, s.ids, memory=library)
+    assert sum(len(chunks) for (chunks,) in ran) == 2 * len(library.chunks) and len(library.chunks) > 3 * ROWS
     assert torch.equal(got, s.rows) and not torch.equal(got, s.own)
     # Each chunk was asked for once, as soon as it was complete: all those of the prompt, then those that followed.
     text = torch.cat([s.ids, got], 1)
@@ -280,15 +284,6 @@ def test_with_a_cache_as_without(family):
     again = Library()
     assert torch.equal(generate(s.model, s.ids, memory=again, use_cache=False), s.rows)
     assert again.chunks == library.chunks
-
-
-@families
-def test_keys_and_values_are_made_once_per_chunk(family):
-    s, library = written_alone(family), Library()
-    projections = [s.model.adapters["default"].attention(layer).kv_proj.k_proj for layer in (0, 2)]
-    with tiny.counting(*projections) as ran:
-        generate(s.model, s.ids, memory=library)
-    assert sum(len(chunks) for (chunks,) in ran) == 2 * len(library.chunks) and len(library.chunks) > 3 * ROWS
 
 
 @families

@@ -87,23 +87,6 @@ def test_continuous_batching(family: str) -> None:
     assert result[0] != result[3]
 
 
-def test_two_that_stand_before_the_text_are_refused() -> None:
-    """Two adapters cannot both put passages at the first positions."""
-    model, passages = reader("llama")
-    model = mmattn.attach(model, mmattn.adapters.PassageAdapter(), "more")
-    with pytest.raises(ConditionError, match="before one text"):
-        answer(model, text(), memory={"default": passages.select([[0]]), "more": _of(model, "more")})
-
-
-def _of(model: Any, name: str) -> Any:
-    """Passages read for one of several passage adapters."""
-    model.set_adapter(name)
-    cache = mmattn.hosts.PassageCache(model, adapter=name)
-    cache.add(PASSAGES[:1], progress=False)
-    model.set_adapter(["default", name])
-    return cache.select([[0]])
-
-
 def test_layers_that_lost_their_hook_are_noticed() -> None:
     """A layer whose config was replaced raises instead of answering without its passages."""
     model, passages = reader("llama")

@@ -384,9 +384,9 @@ FAULTS: dict[str, Callable[[], Subject | AbstractContextManager[Subject]]] = {
     "on its side": lambda: planted(wrong_pixels(lambda x: x.transpose(0, 1)), picture_rows(300, 8)),
     "normalised twice": lambda: planted(wrong_pixels(lambda x: (x - 0.45) / 0.27), picture_rows(300, 8)),
     "not divided by 255": lambda: planted(wrong_pixels(lambda x: x * 255), picture_rows(300, 8)),
-    "read from below": lambda: planted(wrong_pixels(lambda x: x.flip(0)), picture_rows(300, 5)),
+    "read from below": lambda: planted(wrong_pixels(lambda x: x.flip(0)), picture_rows(300, 5), max_questions=160),
     "negative": lambda: planted(wrong_pixels(lambda x: 1 - x), picture_rows(300, 5)),
-    "not normalised": lambda: planted(wrong_pixels(lambda x: x * 0.27 + 0.45), picture_rows(300, 5)),
+    "not normalised": lambda: planted(wrong_pixels(lambda x: x * 0.27 + 0.45), picture_rows(300, 5), max_questions=160),
     # Kinds of questions.
     "every number is 2": lambda: many(kind_ignored("How", lambda q: "2"), card_rows()),
     "every number is 2, named kinds": lambda: many(kind_ignored("How", lambda q: "2"), card_rows(named=True)),

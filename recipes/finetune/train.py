@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import math
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -247,7 +246,8 @@ class Run:
             parts["shuffled memory"] = self.shuffled
         if evaluation.controls:
             parts["no memory"] = self.held_out.remove_columns(["memory", "segments", "scores", "sources"])
-        return {name: trainer.evaluate(part)["eval_loss"] if len(part) else math.nan for name, part in parts.items()}
+        found = trainer.evaluate({name.replace(" ", "_"): part for name, part in parts.items()})
+        return {name: found[f"eval_{name.replace(' ', '_')}_loss"] for name in parts}
 
     def write_samples(self, model: Any, encoding: training.Encoding) -> None:
         """Generate texts or pictures for the first few held-out rows."""

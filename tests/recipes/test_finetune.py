@@ -69,6 +69,9 @@ class TestLanguage:
         names = ("eval_right_loss", "eval_shuffled_loss")
         right, shuffled = ([line[name] for line in lines if name in line][:2] for name in names)
         assert len(right) == 2 and right != shuffled
+        assert not any("eval_loss" in line for line in lines if line["model"] == "adapter"), (
+            "each loss names its memories"
+        )
         lora = [line for line in lines if line["model"] == "lora"]
         assert not any("/" in name or "shuffled" in name for line in lora for name in line), "it has no memory"
 

@@ -179,8 +179,9 @@ def test_a_row_sees_its_memory_whatever_the_batch(family: str, axis: int, positi
 def test_layers_of_two_kinds_are_refused() -> None:
     """A host of which some layers hand on several streams, and others one."""
     host = tiny.make("llama")
-    host.model.layers[1].register_forward_hook(lambda layer, args, output: torch.stack([output] * 4, 2))
-    host.model.layers[2].register_forward_pre_hook(lambda layer, args: (args[0].mean(2), *args[1:]))
+    first, second = host.model.layers[1:3]
+    first.forward = lambda x, *args, run=first.forward, **kwargs: torch.stack([run(x, *args, **kwargs)] * 4, 2)
+    second.forward = lambda x, *args, run=second.forward, **kwargs: run(x.mean(2), *args, **kwargs)
     with pytest.raises(AttachError, match="some layers .* several residual streams"):
         mmattn.attach(host, mmattn.GatedAdapter(memory_dim=MEMORY_DIM, layers=(0, 1), num_heads=2))
     mmattn.attach(host, mmattn.GatedAdapter(memory_dim=MEMORY_DIM, layers=(0, 2), num_heads=2))

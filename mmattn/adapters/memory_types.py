@@ -158,8 +158,8 @@ class PartedMemory(BoundMemory):
 
     def step(self, text: TextState) -> ProjectedView:
         views = [cast(ProjectedView, part.step(text)) for part in self.parts]
-        seen = [one.has_memory.expand(text.rows, 1, 1) for one in views if one.has_memory is not None]
-        has_memory = torch.stack(seen).any(0) if len(seen) == len(views) else None
+        parts = [one.has_memory.expand(text.rows, 1, 1) for one in views if one.has_memory is not None]
+        has_memory = torch.stack(parts).any(0) if len(parts) == len(views) else None
         if self.group is not None:
             device = self.parts[-1].adapter.weight.device
             here = torch.ones(text.rows, 1, 1, device=device) if has_memory is None else has_memory.float()

@@ -267,8 +267,8 @@ def _check_columns(
         return
     if names == ["image"] and not wrong:
         raise ConfigError(
-            f"the pictures of {path} have no texts: write metadata.jsonl with a line for each picture, put a .txt of "
-            "the same name beside each, or sort them into a folder for each class"
+            f"the pictures of {path} have no texts: add metadata.jsonl, a .txt with the name of each picture, or a "
+            "folder for each class"
         )
     fault = "both a text and a label" if {"text", "label"} <= set(chosen) else f"nothing for {min(needed)}"
     raise ConfigError(

@@ -230,7 +230,7 @@ class AdapterTrainer(Trainer):
         output = super().train(resume_from_checkpoint, *args, **kwargs)
         state: Any = {} if self.optimizer is None or self.args.world_size > 1 else self.optimizer.state
         moments = [
-            value for kept in state.values() for value in kept.values() if isinstance(value, Tensor) and value.dim()
+            value for entry in state.values() for value in entry.values() if isinstance(value, Tensor) and value.dim()
         ]
         if moments and not any(bool(value.any()) for value in moments):
             warnings.warn(

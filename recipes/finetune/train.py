@@ -246,8 +246,8 @@ class Run:
             parts["shuffled memory"] = self.shuffled
         if evaluation.controls:
             parts["no memory"] = self.held_out.remove_columns(["memory", "segments", "scores", "sources"])
-        found = trainer.evaluate({name.replace(" ", "_"): part for name, part in parts.items()})
-        return {name: found[f"eval_{name.replace(' ', '_')}_loss"] for name in parts}
+        metrics = trainer.evaluate({name.replace(" ", "_"): part for name, part in parts.items()})
+        return {name: metrics[f"eval_{name.replace(' ', '_')}_loss"] for name in parts}
 
     def write_samples(self, model: Any, encoding: training.Encoding) -> None:
         """Generate texts or pictures for the first few held-out rows."""

@@ -83,9 +83,8 @@ class PrefixRows:
             rows = [row if isinstance(row, (list, tuple)) else [row] for row in rows]
             if any(not isinstance(number, int) or isinstance(number, bool) for row in rows for number in row):
                 raise ShapeError(
-                    f"the memory of adapter {name!r} (kind 'prefix') says which prefixes stand before each row: a "
-                    "tensor (b,) of their numbers, -1 for none, or a list such as [0, None, [2, 1]]; got "
-                    f"{memory!r:.100}"
+                    f"the memory of adapter {name!r} must be the prefixes of each row: a tensor (b,) of their numbers, "
+                    f"-1 for none, or a list such as [0, None, [2, 1]]; got {memory!r:.100}"
                 )
             memory = PrefixRows(rows)
         missing = sorted({number for row in memory.numbers for number in row if not 0 <= number < count})

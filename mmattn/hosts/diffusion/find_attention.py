@@ -342,6 +342,9 @@ def example_inputs(host: nn.Module, layout: Layout, grid: Grid, rows: int, gener
     global_states = vectors("global_states_input_dim", 1)
     pooled = "in_text_dim2" if "in_text_dim2" in config else "pooled_projection_dim"
     values = {
+        # The picture or sound, which tells the rows.
+        "hidden_states": random(*shape),
+        # Texts.
         "encoder_hidden_states": states,
         "encoder_hidden_states_2": vectors("text_embed_2_dim", TEXT),
         "encoder_hidden_states_t5": vectors("cross_attention_dim_t5", TEXT),
@@ -369,8 +372,7 @@ def example_inputs(host: nn.Module, layout: Layout, grid: Grid, rows: int, gener
         "num_frames": frames,
         "height": height,
         "width": width,
-        # The picture or sound, and others beside it.
-        "hidden_states": random(*shape),
+        # Pictures and sounds beside it.
         "pose_hidden_states": like_picture(config.get("latent_channels"), frames - 1),
         "control_hidden_states": like_picture(config.get("vace_in_channels"), frames),
         "context_latents": random(*shape[:2], config["in_channels"] - acoustic) if acoustic else None,
@@ -398,4 +400,5 @@ def example_inputs(host: nn.Module, layout: Layout, grid: Grid, rows: int, gener
         "style": full(rows, value=0),
         "fps": 24,
     }
-    return {name: values[name] for name in forward_arguments(host) if values.get(name) is not None}
+    names = forward_arguments(host)
+    return {name: value for name, value in values.items() if name in names and value is not None}

@@ -31,7 +31,7 @@ REFERENCE = [page for page in PAGES if page.startswith("docs/reference/")]
 RECIPES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("recipes/*/README.md"))
 #: Pages beside the first, for whoever uses, changes or reports.
 PROJECT = ["CONTRIBUTING.md", "recipes/README.md", "CHANGELOG.md", "SECURITY.md"]
-LONG = ("docs/extending.md",)  # it runs the suites that a new adapter must pass
+LONG = ("docs/extending.md", "docs/sweeps.md", "docs/evaluation.md")  # they train, or run suites
 OURS = re.compile(
     r"https://(?:mmattn\.github\.io/mmattn/"
     r"|(?:github\.com/mmattn/mmattn/(?:blob|tree)|raw\.githubusercontent\.com/mmattn/mmattn)/main/)"

@@ -111,6 +111,7 @@ def test_commands_take_its_file(encoder: NameEncoder, tmp_path: Path, capsys: py
     assert code == 2 and "width" in err
 
 
+@pytest.mark.slow
 def test_rare_words_weigh_more_than_common_ones(bert: Path) -> None:
     encoder = NameEncoder(bert, width=307)
     texts = ["of Lima", "of Quito", "of Lima now"]

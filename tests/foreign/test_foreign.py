@@ -100,6 +100,7 @@ def test_what_fails_is_named_with_its_promise() -> None:
         check_host(decoder, GATED)
 
 
+@pytest.mark.slow
 def test_the_suites_do_without_pytest() -> None:
     code = "import sys, mmattn.testing; mmattn.testing.adapter_checks(); print('pytest' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)

@@ -162,6 +162,7 @@ def test_what_cannot_be_fetched_says_what_to_do(toy: Path, monkeypatch: pytest.M
         fetch("toy")
 
 
+@pytest.mark.slow
 def test_processes_at_once_make_it_once(toy: Path) -> None:
     code = (
         "import sys, mmattn, tests.models.test_cache as t\n"

@@ -82,6 +82,7 @@ def test_the_command_line(
     assert code == 0 and len(out.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_an_index_for_the_adapter(
     index: Path, facts: list[Any], asked: list[int], pipe: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

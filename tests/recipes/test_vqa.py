@@ -44,6 +44,7 @@ def test_without_a_picture_two_thirds_are_right(recipe: SimpleNamespace, tokeniz
     assert tokenizer.decode(data.prompts[0]).endswith("<|im_end|>\n<|im_start|>assistant\n")
 
 
+@pytest.mark.slow
 def test_questions_in_four_spellings(recipe: SimpleNamespace, tokenizer: Any) -> None:
     data, other = (recipe.data.load_data(tokenizer, seed=seed, ways=4) for seed in (0, 1))
     assert data.train.prompt.unique().tolist() == list(range(4 * 107)), "each question is trained in each spelling"
@@ -90,11 +91,11 @@ def test_the_shipped_adapter(recipe: SimpleNamespace, dtype: torch.dtype) -> Non
     assert right([*pictures[7:], *pictures[:7]], 0) <= 20
 
 
-@pytest.mark.parametrize("count", [20, pytest.param(200, marks=pytest.mark.slow)])
-def test_the_shipped_pipeline_answers_as_the_recipe_does(recipe: SimpleNamespace, tmp_path: Path, count: int) -> None:
+@pytest.mark.slow
+def test_the_shipped_pipeline_answers_as_the_recipe_does(recipe: SimpleNamespace, tmp_path: Path) -> None:
     """The same first tokens, in the spellings of the recipe's test; blanks around a question change nothing."""
     pipe = mmattn.pipeline("assets/vqa", device="cpu")
-    data = recipe.data.load_data(pipe.tokenizer, 5, count, ways=4)
+    data = recipe.data.load_data(pipe.tokenizer, 5, 200, ways=4)
     memory = recipe.data.encode(pipe.encoder, data.test, tmp_path)
     with training.cached_prompts(pipe.model, data.prompts) as prompts:
         tokens = recipe.train.predict(pipe.model, prompts, data, memory)
@@ -103,6 +104,7 @@ def test_the_shipped_pipeline_answers_as_the_recipe_does(recipe: SimpleNamespace
     assert answers == [text.strip() for text in pipe.tokenizer.batch_decode(tokens[:, None])]
 
 
+@pytest.mark.slow
 def test_the_table_of_a_pipeline(recipe: SimpleNamespace) -> None:
     head, _, *rows = recipe.ask.main("assets/vqa", 17).splitlines()
     assert "all questions" in head and [row.split("|")[1].strip() for row in rows] == ['"Is it red?"', '"is it red"']

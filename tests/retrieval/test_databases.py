@@ -100,6 +100,7 @@ def test_requests_to_qdrant_are_limited(monkeypatch: pytest.MonkeyPatch) -> None
     assert max(len(call.args[1]) for spy in spies.values() for call in spy.call_args_list) == 256
 
 
+@pytest.mark.slow
 @every_scheme
 def test_vectors_are_float32_whatever_the_default(address: str) -> None:
     index = Index.build(torch.rand(3, 3), store=address)

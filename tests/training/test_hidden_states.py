@@ -276,6 +276,7 @@ def test_lower_layers_on_the_disk(tmp_path: Path) -> None:
     assert {one.device.type for one in spread.model.layers[:2].parameters()} == {"meta"}
 
 
+@pytest.mark.slow
 def test_cold_and_warm_runs_are_equal_bit_for_bit(tmp_path: Path) -> None:
     """Invariant 76: what was in the cache changes nothing that is learned."""
 

@@ -96,6 +96,7 @@ def test_the_trainer_trains_on_every_row_in_order(kind: str, tmp_path: Path) -> 
         tiny.assert_close(got[name], value)
 
 
+@pytest.mark.slow
 def test_a_run_over_a_stream_is_resumed_with_its_calibration(tmp_path: Path) -> None:
     """Invariant 150: of a checkpoint, since the rows that it was measured on do not come again."""
     whole = trainer(tmp_path / "whole", Again(), save_strategy="steps", save_steps=1)

@@ -53,7 +53,12 @@ def leave_as_it_is(module: nn.Module, args: Any, output: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [{}, {"gradient_accumulation_steps": 2}, {"bf16": True}], ids=["plain", "accumulated", "bfloat16"]
+    "arguments",
+    [
+        pytest.param({}, id="plain"),
+        pytest.param({"gradient_accumulation_steps": 2}, id="accumulated", marks=pytest.mark.slow),
+        pytest.param({"bf16": True}, id="bfloat16", marks=pytest.mark.slow),
+    ],
 )
 def test_the_loss_is_computed_in_chunks(tmp_path: Path, arguments: dict[str, Any]) -> None:
     """Invariant 215: by default, and it is the host's loss but for rounding."""

@@ -45,6 +45,7 @@ class Reader(nn.Module):
         return self.model(input_ids, memory=memory, use_cache=False).logits
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not READS_CONTEXT, reason="torch.export of this torch does not take the text's length as dynamic")
 @pytest.mark.parametrize("settings", [{}, {"position": "before", "num_heads": 4, "num_kv_heads": 2, "qk_norm": True}])
 @torch.no_grad()

@@ -18,7 +18,7 @@ from mmattn.errors import MmattnError
 
 Ask = Callable[[], Tensor]
 #: Relative distance of two answers in float32.
-CLOSE = 3e-5
+CLOSE = 1e-5
 #: What a change must change.
 VISIBLE = 1e-4
 

@@ -197,7 +197,7 @@ def check_tensors(expected: Shapes, given: Shapes | Mapping[str, Tensor]) -> Non
             f"{name} {list(shape)}, needed {list(needed)}" for name, shape, _, needed, _ in both if shape != needed
         ],
         "of another dtype": [
-            f"{name} {str(dtype)[6:]}, needed {str(needed)[6:]}"
+            f"{name} {dtype}, needed {needed}".replace("torch.", "")
             for name, _, dtype, _, needed in both
             if dtype != needed
         ],

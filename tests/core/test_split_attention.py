@@ -13,7 +13,7 @@ from mmattn import CrossAttention
 from mmattn.core.attention import Options, Rule, attend_by_rule, merge
 from mmattn.core.split_attention import KeyValueParts, KeyValueRows
 from tests.core.random_inputs import DTYPES, D, E
-from tests.reference import assert_close, attend_reference
+from tests.reference import TARGETS, assert_close, attend_reference
 
 SHARED, OWN, L = 11, 7, 5
 
@@ -150,6 +150,7 @@ def test_merging_is_exact_where_one_part_outweighs_the_other() -> None:
     totals = [torch.full((1, 1, 1, 1), value) for value in (1000.0, -1000.0, float("-inf"))]
     out, total = merge(outs, totals)
     assert out.flatten().tolist() == [1.0, 1.0] and total.item() == 1000.0
+    assert TARGETS[torch.float32]["forward"][0] < 1e-5
 
 
 @pytest.mark.parametrize(

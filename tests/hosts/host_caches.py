@@ -85,7 +85,7 @@ def fill(host: Any, seed: int = 5) -> None:
         for name, up in weights.items():
             if "lora_B" in name and not up.any():
                 for weight in (up, weights[name.replace("lora_B", "lora_A")]):
-                    weight.copy_(torch.randn(weight.shape, generator=generator) * 0.4)
+                    weight.copy_(torch.randn(weight.shape, generator=generator) * 0.2)
 
 
 def _answers(family: str, change: Callable[[Subject], object] | None = None, **settings: Any) -> Tensor | None:
